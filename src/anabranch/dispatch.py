@@ -1,0 +1,121 @@
+"""Which backend serves a call: names, probes, choice and its explanation."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from anabranch.errors import ArgumentError, UnsupportedError
+
+ORDER = ("hopper", "triton", "eager")
+"""Backends in the order that ``backend=None`` tries them."""
+BACKENDS = (*ORDER, "reference")
+"""All backend names. The reference defines correctness and runs only when asked for by name."""
+
+
+class Call(Protocol):
+    """What dispatch reads of an op's frozen call."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves a call, and why each one tried before it does not."""
+
+    op: str
+    backend: str
+    module: ModuleType
+    refusals: dict[str, str] = field(default_factory=dict)
+
+
+def check_name(op: str, backend: str | None) -> None:
+    """Raises unless ``backend`` is None or a backend's name."""
+    if backend is not None and backend not in BACKENDS:
+        raise ArgumentError(
+            op, "backend", expected="None or one of " + ", ".join(BACKENDS), got=repr(backend)
+        )
+
+
+@cache
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@cache
+def _module(op: str, backend: str) -> ModuleType | None:
+    name = f"anabranch.ops.{op}.backends.{backend}"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def probe(backend: str, device: torch.device) -> str | None:
+    """Why no operation can run with ``backend`` on ``device``, or None if that is possible."""
+    if backend in ("eager", "reference"):
+        return None
+    if not _installed("triton"):
+        return "Triton is not installed"
+    if device.type == "cpu" and backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"it runs on CUDA tensors, not on {device.type}"
+    if backend == "hopper" and torch.cuda.get_device_capability(device) != (9, 0):
+        return "it needs a GPU of compute capability 9.0"
+    return None
+
+
+def _refusal(op: str, call: Call, backend: str) -> str | None:
+    reason = probe(backend, call.device)
+    if reason is not None:
+        return reason
+    module = _module(op, backend)
+    if module is None:
+        return f"{op} has no {backend} kernel"
+    supports: Callable[[Call], str | None] = module.supports
+    return supports(call)
+
+
+def choose(op: str, call: Call, backend: str | None) -> Choice:
+    """The backend for a call: the one named, or the first of :data:`ORDER` that can serve it.
+
+    Raises:
+        UnsupportedError: the backend named cannot serve the call, or none can; the message has every reason.
+    """
+    refusals = {}
+    for name in ORDER if backend is None else (backend,):
+        reason = _refusal(op, call, name)
+        if reason is None:
+            module = _module(op, name)
+            assert module is not None
+            return Choice(op, name, module, refusals)
+        refusals[name] = reason
+    raise UnsupportedError(
+        op,
+        "backend",
+        expected="a backend that can serve this call",
+        got="; ".join(f"{name}: {reason}" for name, reason in refusals.items()),
+    )
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside an operator the casts are made already: what it calls must not cast again."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def checks_values() -> bool:
+    """Whether operators may read tensor values to check them: ANABRANCH_CHECK_VALUES=1."""
+    return os.environ.get("ANABRANCH_CHECK_VALUES") == "1"

@@ -1,0 +1,90 @@
+"""What an epilogue is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+
+from anabranch.errors import ArgumentError, ArgumentTypeError
+
+REGISTRY: dict[str, type[Epilogue]] = {}
+PARAMETERS: dict[str, tuple[str, ...]] = {}
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """A small pure function of the accumulator, applied before the one rounding.
+
+    A subclass is a frozen dataclass: its class attributes declare what it takes, its fields are its parameters
+    (floats), and it is found by ``name`` once :func:`register` has seen it. All arithmetic is in the
+    dtype of the operands, which are fp32, or fp64 for fp64 inputs.
+    """
+
+    name: ClassVar[str]
+    columns: ClassVar[int] = 1
+    """Columns of the accumulator consumed per output column: 2 for a gated epilogue (gate, then up)."""
+
+    def forward(self, *z: Tensor) -> Tensor:
+        """The output, of the shape of each of the ``columns`` operands."""
+        raise NotImplementedError
+
+    def backward(self, grad: Tensor, *z: Tensor) -> tuple[Tensor, ...]:
+        """The gradient of each operand, from the output's gradient and the pre-activation."""
+        raise NotImplementedError
+
+    @property
+    def spec(self) -> str:
+        """The text that :func:`resolve` reads back: ``name`` or ``name(field=value,...)``."""
+        given = ",".join(f"{p}={getattr(self, p)!r}" for p in PARAMETERS[self.name])
+        return f"{self.name}({given})" if given else self.name
+
+
+class Gated(Epilogue):
+    """``inner(gate) * up``, for an epilogue ``inner`` of one column."""
+
+    columns: ClassVar[int] = 2
+    inner: ClassVar[Epilogue]
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        return self.inner.forward(gate) * up
+
+    def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return (*self.inner.backward(grad * up, gate), grad * self.inner.forward(gate))
+
+
+E = TypeVar("E", bound=type[Epilogue])
+
+
+def register(cls: E) -> E:
+    """Class decorator: makes an epilogue known by its name."""
+    if cls.name in REGISTRY:
+        raise ArgumentError("register", "name", expected="a name not taken", got=repr(cls.name))
+    REGISTRY[cls.name] = cls
+    PARAMETERS[cls.name] = tuple(f.name for f in fields(cls))
+    return cls
+
+
+def resolve(op: str, activation: str | Epilogue | None) -> Epilogue:
+    """The epilogue a caller means: None is identity, a string a name or a spec, a value itself."""
+    if activation is None:
+        return REGISTRY["identity"]()
+    if isinstance(activation, Epilogue):
+        return activation
+    if not isinstance(activation, str):
+        raise ArgumentTypeError(
+            op, "activation", expected="None, a name or an Epilogue", got=type(activation).__name__
+        )
+    name, _, rest = activation.partition("(")
+    if name not in REGISTRY:
+        known = ", ".join(sorted(REGISTRY))
+        raise ArgumentError(op, "activation", expected=f"one of {known}", got=repr(activation))
+    given = {}
+    for part in rest.removesuffix(")").split(",") if rest else ():
+        parameter, _, value = part.strip().partition("=")
+        if parameter not in PARAMETERS[name]:
+            takes = ", ".join(PARAMETERS[name]) or "no parameter"
+            raise ArgumentError(op, "activation", expected=f"{name} with {takes}", got=repr(activation))
+        given[parameter] = float(value)
+    return REGISTRY[name](**given)

@@ -1,0 +1,1 @@
+"""One folder an op, the same file names in each: api, call, autograd, reference, config, cases, backends."""

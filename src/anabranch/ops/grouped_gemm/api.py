@@ -1,0 +1,77 @@
+"""grouped_gemm: one matrix product per expert, with the routing and an epilogue fused in."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from anabranch.epilogues import Epilogue
+from anabranch.layout import ExpertLayout
+from anabranch.ops.grouped_gemm import autograd, reference
+from anabranch.ops.grouped_gemm.call import bind_grouped_gemm
+
+
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    layout: ExpertLayout,
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    activation: str | Epilogue | None = None,
+    transpose_weight: bool = False,
+    out: Tensor | None = None,
+    backend: str | None = None,
+    config: object = None,
+) -> Tensor:
+    """Multiplies each expert's rows by that expert's weight: ``y[r] = scale * act(W[e] x[r] + bias[e])``.
+
+    Letters: T tokens, K experts per token, E experts, R = ``layout.num_rows`` rows; the output has
+    N columns, or N / 2 with a gated activation. Products accumulate in fp32 (fp64 for fp64), bias, activation
+    and scale apply to the accumulator, and the result is rounded once to x's dtype. Rows of dropped slots
+    and rows past ``offsets[E]`` are zero. Gradients reach x, weight, bias and scale, each computed only if needed.
+
+    Args:
+        x: (R, K_dim) in expert order, or (T, K_dim) in token order with ``gather``; fp16, bf16, fp32 or fp64.
+        weight: (E, N, K_dim) as nn.Linear stores it, or (E, K_dim, N) with ``transpose_weight``; any strides;
+            x's dtype.
+        layout: which rows belong to which expert, on x's device.
+        gather: row r reads ``x[slot(r) // K]``.
+        scatter: row r is stored at its slot, so the output has T * K rows in token order.
+        bias: (E, N) added to the accumulator; x's dtype.
+        scale: (T, K) factor of each slot, any float dtype, multiplied in fp32 after the activation.
+        activation: an epilogue by name or value (:mod:`anabranch.epilogues`); None is identity. A gated one
+            reads gate columns ``[0, N / 2)`` and up columns ``[N / 2, N)``.
+        transpose_weight: weight is (E, K_dim, N).
+        out: where to write the result, (R or T * K, N or N / 2) in x's dtype; returned. Refused while a gradient is needed.
+        backend: a backend's name, which then runs or raises; None takes the first that can serve the call.
+        config: a backend's tile configuration; None lets the backend choose. Backends without tiles refuse one.
+
+    Returns:
+        (R, N) in expert order, or (T * K, N) in slot order with ``scatter``; N / 2 columns if gated.
+
+    Raises:
+        ArgumentError: a wrong rank, shape, device or value (a ValueError).
+        ArgumentTypeError: a wrong type or dtype (a TypeError).
+        UnsupportedError: the backend asked for cannot serve the call (a NotImplementedError).
+
+    Under autocast x, weight and bias are cast as torch.matmul's operands are; scale keeps its dtype.
+    """
+    call = bind_grouped_gemm(
+        x,
+        weight,
+        layout,
+        gather=gather,
+        scatter=scatter,
+        bias=bias,
+        scale=scale,
+        activation=activation,
+        transpose_weight=transpose_weight,
+        out=out,
+        backend=backend,
+        config=config,
+    )
+    if backend == "reference":
+        return reference.grouped_gemm(call)
+    return autograd.grouped_gemm(call)

@@ -1,0 +1,148 @@
+"""torch.library operators of grouped_gemm: schema, fake kernel and gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.dispatch import choose, without_autocast
+from anabranch.epilogues import Identity, resolve
+from anabranch.layout import ExpertLayout
+from anabranch.ops import checks
+from anabranch.ops.grouped_gemm.call import OP, GroupedGemmCall
+from anabranch.ops.second_order import refuse_second_derivative
+
+_CALL = (
+    "Tensor x, Tensor weight, Tensor counts, Tensor offsets, Tensor row_to_slot, Tensor slot_to_row, "
+    "Tensor? bias, Tensor? scale, bool gather, bool scatter, str activation, bool transpose_weight, str? backend"
+)
+_TENSORS = 8
+"""How many of these are tensors; they come first."""
+
+
+def grouped_gemm(call: GroupedGemmCall) -> Tensor:
+    """Runs a call through its operator."""
+    args = _flatten(call)
+    if call.out is not None:
+        grouped_gemm_out(call.out, *args)
+        return call.out
+    keep_h = checks.needs_grad(call.x, call.weight, call.bias, call.scale) and not isinstance(
+        call.epilogue, Identity
+    )
+    out, _ = grouped_gemm_forward(keep_h, *args)
+    return out
+
+
+def _flatten(call: GroupedGemmCall) -> tuple[Any, ...]:
+    layout = call.layout
+    return (
+        call.x,
+        call.weight,
+        layout.counts,
+        layout.offsets,
+        layout.row_to_slot,
+        layout.slot_to_row,
+        call.bias,
+        call.scale,
+        call.gather,
+        call.scatter,
+        call.epilogue.spec,
+        call.transpose_weight,
+        call.backend,
+    )
+
+
+def _restore(*args: Any) -> GroupedGemmCall:
+    x, weight, counts, offsets, row_to_slot, slot_to_row, bias, scale = args[:_TENSORS]
+    gather, scatter, activation, transpose_weight, backend = args[_TENSORS:]
+    layout = ExpertLayout(counts, offsets, row_to_slot, slot_to_row)
+    epilogue = resolve(OP, activation)
+    return GroupedGemmCall(
+        x, weight, layout, gather, scatter, bias, scale, epilogue, transpose_weight, backend=backend
+    )
+
+
+def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
+    call = _restore(*args)
+    with without_autocast(call.device):
+        out = call.x.new_empty(call.out_rows, call.out_columns)
+        h = call.x.new_empty(_h_shape(call) if keep_h else (0,))
+        choose(OP, call, call.backend).module.forward(call, out, h if keep_h else None)
+    return out, h
+
+
+def _forward_fake(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
+    call = _restore(*args)
+    out = call.x.new_empty(call.out_rows, call.out_columns)
+    return out, call.x.new_empty(_h_shape(call) if keep_h else (0,))
+
+
+def _h_shape(call: GroupedGemmCall) -> tuple[int, int]:
+    return call.layout.num_rows, call.weight_nk.shape[1]
+
+
+def _out(out: Tensor, *args: Any) -> None:
+    call = _restore(*args)
+    checks.no_overlap(OP, "out", out, x=call.x, weight=call.weight, bias=call.bias, scale=call.scale)
+    with without_autocast(call.device):
+        choose(OP, call, call.backend).module.forward(call, out, None)
+
+
+def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
+    """The needed ones among the gradients of x, weight, bias and scale, in this order."""
+    call = _restore(*args)
+    with without_autocast(call.device):
+        backend = choose(OP, call, call.backend).module
+        grads = backend.backward(call, grad, h if h.dim() == 2 else None, needs)
+    return [g for g in grads if g is not None]
+
+
+def _backward_fake(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
+    call = _restore(*args)
+    inputs = (call.x, call.weight, call.bias, call.scale)
+    return [v.new_empty(v.shape) for v, need in zip(inputs, needs, strict=True) if need and v is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    _, *args = inputs
+    ctx.save_for_backward(output[1], *args[:_TENSORS])
+    ctx.flags = args[_TENSORS:]
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    grads: list[Tensor | None] = [None] * (1 + _TENSORS + len(ctx.flags))
+    wanted = (1, 2, 7, 8)  # x, weight, bias, scale, behind keep_h
+    needs = [ctx.needs_input_grad[i] for i in wanted]
+    if grad is not None and any(needs):
+        h, *tensors = ctx.saved_tensors
+        found = iter(grouped_gemm_backward(needs, grad, h, *tensors, *ctx.flags))
+        for i, need in zip(wanted, needs, strict=True):
+            grads[i] = next(found) if need else None
+    return tuple(grads)
+
+
+grouped_gemm_forward = torch.library.custom_op(
+    "anabranch::grouped_gemm",
+    _forward,
+    mutates_args=(),
+    schema=f"(bool keep_h, {_CALL}) -> (Tensor, Tensor)",
+)
+grouped_gemm_forward.register_fake(_forward_fake)
+grouped_gemm_forward.register_autograd(_differentiate, setup_context=_save)
+
+grouped_gemm_out = torch.library.custom_op(
+    "anabranch::grouped_gemm_out", _out, mutates_args=("out",), schema=f"(Tensor(a!) out, {_CALL}) -> ()"
+)
+grouped_gemm_out.register_fake(lambda out, *args: None)
+
+grouped_gemm_backward = torch.library.custom_op(
+    "anabranch::grouped_gemm_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(bool[] needs, Tensor grad, Tensor h, {_CALL}) -> Tensor[]",
+)
+grouped_gemm_backward.register_fake(_backward_fake)
+refuse_second_derivative(grouped_gemm_backward, OP)

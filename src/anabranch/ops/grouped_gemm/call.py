@@ -1,0 +1,107 @@
+"""Validation of grouped_gemm: arguments in, a frozen call out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anabranch.dispatch import check_name
+from anabranch.epilogues import Epilogue, resolve
+from anabranch.errors import ArgumentError
+from anabranch.layout import ExpertLayout
+from anabranch.ops import checks
+
+OP = "grouped_gemm"
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedGemmCall:
+    """A grouped_gemm whose arguments fit together. The fields are the arguments, named as there."""
+
+    x: Tensor
+    weight: Tensor
+    layout: ExpertLayout
+    gather: bool
+    scatter: bool
+    bias: Tensor | None
+    scale: Tensor | None
+    epilogue: Epilogue
+    transpose_weight: bool
+    out: Tensor | None = None
+    backend: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
+    def weight_nk(self) -> Tensor:
+        """The weight as (E, N, K_dim), a view."""
+        return self.weight.mT if self.transpose_weight else self.weight
+
+    @property
+    def out_rows(self) -> int:
+        """Rows of the output: T * K with scatter, else R."""
+        return self.layout.slot_to_row.numel() if self.scatter else self.layout.num_rows
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of the output: N, or N / 2 behind a gate."""
+        return self.weight_nk.shape[1] // self.epilogue.columns
+
+
+def bind_grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    layout: ExpertLayout,
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    activation: str | Epilogue | None = None,
+    transpose_weight: bool = False,
+    out: Tensor | None = None,
+    backend: str | None = None,
+    config: object = None,
+) -> GroupedGemmCall:
+    """Checks the arguments of grouped_gemm, casts as autocast asks, and freezes the call."""
+    check_name(OP, backend)
+    checks.no_config(OP, config)
+    epilogue = resolve(OP, activation)
+    checks.tensor(OP, "x", x, "(T, K_dim)" if gather else "(R, K_dim)", checks.FLOATS)
+    stored = "(E, K_dim, N)" if transpose_weight else "(E, N, K_dim)"
+    checks.tensor(OP, "weight", weight, stored, checks.FLOATS)
+    x, weight, bias = checks.cast_like_matmul(x, weight, bias)
+    call = GroupedGemmCall(
+        x, weight, layout, gather, scatter, bias, scale, epilogue, transpose_weight, out, backend
+    )
+    experts, n, k_dim = call.weight_nk.shape
+    checks.layout(OP, layout, num_experts=experts)
+    checks.same_dtype(OP, "weight", weight, x)
+    if gather:
+        checks.shape(OP, "x", x, layout.num_tokens, k_dim, means="(layout's T, weight's K_dim)")
+    else:
+        checks.shape(OP, "x", x, layout.num_rows, k_dim, means="(layout's R, weight's K_dim)")
+    if n % epilogue.columns:
+        raise ArgumentError(OP, "weight", expected=f"an even N for the gated {epilogue.name}", got=f"N = {n}")
+    if bias is not None:
+        checks.tensor(OP, "bias", bias, "(E, N)", checks.FLOATS)
+        checks.same_dtype(OP, "bias", bias, x)
+        checks.shape(OP, "bias", bias, experts, n, means="(E, N) of weight")
+    if scale is not None:
+        checks.tensor(OP, "scale", scale, "(T, K)", checks.FLOATS)
+        checks.shape(OP, "scale", scale, layout.num_tokens, layout.top_k, means="layout's (T, K)")
+    if out is not None:
+        checks.tensor(OP, "out", out, "(R, N)", checks.FLOATS)
+        checks.same_dtype(OP, "out", out, x)
+        checks.shape(OP, "out", out, call.out_rows, call.out_columns, means="of the result")
+        checks.no_gradient_through(OP, "out", x, weight, bias, scale, out)
+    checks.same_device(OP, x, weight=weight, layout=layout, bias=bias, scale=scale, out=out)
+    return call

@@ -1,0 +1,1 @@
+"""Positions of multimodal tokens: what rotary embeddings and window attention index by."""

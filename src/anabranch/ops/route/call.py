@@ -1,0 +1,71 @@
+"""What the constructors of ExpertLayout demand of their arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import ArgumentError
+from anabranch.ops import checks
+
+MAX_ROWS = 2**31 - 1
+"""Rows and slots are int32."""
+
+
+def _fits(op: str, argument: str, rows: int) -> None:
+    if rows > MAX_ROWS:
+        raise ArgumentError(op, argument, expected=f"at most {MAX_ROWS} rows", got=rows)
+
+
+def check_topk(expert_ids: Tensor, num_experts: int) -> None:
+    """For from_topk."""
+    op = "ExpertLayout.from_topk"
+    checks.tensor(op, "expert_ids", expert_ids, "(T, K)", checks.INTEGERS)
+    checks.integer(op, "num_experts", num_experts, minimum=1)
+    _fits(op, "expert_ids", expert_ids.numel())
+
+
+def check_counts(counts: Tensor, num_rows: int) -> None:
+    """For from_counts."""
+    op = "ExpertLayout.from_counts"
+    checks.tensor(op, "counts", counts, "(E,)", checks.INTEGERS)
+    checks.integer(op, "num_rows", num_rows, minimum=0)
+    _fits(op, "num_rows", num_rows)
+
+
+def check_sorted(counts: Tensor, row_to_slot: Tensor, top_k: int) -> None:
+    """For from_sorted."""
+    op = "ExpertLayout.from_sorted"
+    checks.tensor(op, "counts", counts, "(E,)", checks.INTEGERS)
+    checks.tensor(op, "row_to_slot", row_to_slot, "(T * K,)", checks.INTEGERS)
+    checks.same_device(op, counts, "counts", row_to_slot=row_to_slot)
+    checks.integer(op, "top_k", top_k, minimum=1)
+    _fits(op, "row_to_slot", row_to_slot.numel())
+    if row_to_slot.numel() % top_k:
+        expected = f"a multiple of top_k = {top_k} rows"
+        raise ArgumentError(op, "row_to_slot", expected=expected, got=f"{row_to_slot.numel()} rows")
+
+
+def check_slot_to_row(slot_to_row: Tensor, num_rows: int) -> None:
+    """For from_slot_to_row."""
+    op = "ExpertLayout.from_slot_to_row"
+    checks.tensor(op, "slot_to_row", slot_to_row, "(T, K)", checks.INTEGERS)
+    checks.integer(op, "num_rows", num_rows, minimum=0)
+    _fits(op, "num_rows", max(num_rows, slot_to_row.numel()))
+
+
+@dataclass(frozen=True)
+class RouteCall:
+    """What dispatch asks of a call."""
+
+    indices: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.indices.dtype
