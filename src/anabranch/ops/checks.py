@@ -116,6 +116,17 @@ def _span(value: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * value.element_size()
 
 
+def _side_by_side(a: Tensor, b: Tensor) -> bool:
+    """Whether two matrices are columns of one row-major buffer that interleave without touching."""
+    if a.dim() != 2 or b.dim() != 2 or a.stride(1) != 1 or b.stride(1) != 1:
+        return False
+    row = a.stride(0) * a.element_size()
+    if row <= 0 or row != b.stride(0) * b.element_size():
+        return False
+    column = (b.data_ptr() - a.data_ptr()) % row
+    return column >= a.shape[1] * a.element_size() and column + b.shape[1] * b.element_size() <= row
+
+
 def no_overlap(op: str, argument: str, out: Tensor, **inputs: Tensor | None) -> None:
     """Demands that an output's memory is nobody's input. Reads addresses, so it runs inside operators."""
     if out.numel() == 0:
@@ -125,5 +136,5 @@ def no_overlap(op: str, argument: str, out: Tensor, **inputs: Tensor | None) -> 
         if value is None or value.numel() == 0 or value.device != out.device:
             continue
         start, stop = _span(value)
-        if start < high and low < stop:
+        if start < high and low < stop and not _side_by_side(out, value):
             raise ArgumentError(op, argument, expected=f"memory apart from {other}", got="overlapping memory")

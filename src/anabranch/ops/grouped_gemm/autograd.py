@@ -66,35 +66,31 @@ def _restore(*args: Any) -> GroupedGemmCall:
 
 def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
     call = _restore(*args)
+    backend = choose(OP, call, call.backend).module
+    out, h = _allocate(keep_h, call)
     with without_autocast(call.device):
-        out = call.x.new_empty(call.out_rows, call.out_columns)
-        h = call.x.new_empty(_h_shape(call) if keep_h else (0,))
-        choose(OP, call, call.backend).module.forward(call, out, h if keep_h else None)
+        backend.forward(call, out, h if keep_h else None)
     return out, h
 
 
-def _forward_fake(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
-    call = _restore(*args)
-    out = call.x.new_empty(call.out_rows, call.out_columns)
-    return out, call.x.new_empty(_h_shape(call) if keep_h else (0,))
-
-
-def _h_shape(call: GroupedGemmCall) -> tuple[int, int]:
-    return call.layout.num_rows, call.weight_nk.shape[1]
+def _allocate(keep_h: bool, call: GroupedGemmCall) -> tuple[Tensor, Tensor]:
+    h_shape = (call.layout.num_rows, call.weight_nk.shape[1]) if keep_h else (0,)
+    return call.x.new_empty(call.out_rows, call.out_columns), call.x.new_empty(h_shape)
 
 
 def _out(out: Tensor, *args: Any) -> None:
     call = _restore(*args)
+    backend = choose(OP, call, call.backend).module
     checks.no_overlap(OP, "out", out, x=call.x, weight=call.weight, bias=call.bias, scale=call.scale)
     with without_autocast(call.device):
-        choose(OP, call, call.backend).module.forward(call, out, None)
+        backend.forward(call, out, None)
 
 
 def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
     """The needed ones among the gradients of x, weight, bias and scale, in this order."""
     call = _restore(*args)
+    backend = choose(OP, call, call.backend).module
     with without_autocast(call.device):
-        backend = choose(OP, call, call.backend).module
         grads = backend.backward(call, grad, h if h.dim() == 2 else None, needs)
     return [g for g in grads if g is not None]
 
@@ -130,7 +126,7 @@ grouped_gemm_forward = torch.library.custom_op(
     mutates_args=(),
     schema=f"(bool keep_h, {_CALL}) -> (Tensor, Tensor)",
 )
-grouped_gemm_forward.register_fake(_forward_fake)
+grouped_gemm_forward.register_fake(lambda keep_h, *args: _allocate(keep_h, _restore(*args)))
 grouped_gemm_forward.register_autograd(_differentiate, setup_context=_save)
 
 grouped_gemm_out = torch.library.custom_op(

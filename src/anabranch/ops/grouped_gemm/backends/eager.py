@@ -55,9 +55,7 @@ def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
             h.zero_()
     for expert, rows, slots in experts(layout):
         x = call.x[slots // layout.top_k] if call.gather else call.x[rows]
-        z = torch.mm(x, call.weight_nk[expert].T)
-        if call.bias is not None:
-            z = z.to(acc) + call.bias[expert].to(acc)
+        z = _product(call, x, expert)
         if h is not None:
             h[rows] = z.to(h.dtype)
         if not isinstance(epilogue, Identity):
@@ -87,9 +85,7 @@ def backward(
             x = call.x[slots // layout.top_k] if call.gather else call.x[rows]
         if d_scale is not None and h is None:
             assert x is not None
-            y = torch.mm(x, call.weight_nk[expert].T).to(acc)
-            if call.bias is not None:
-                y += call.bias[expert]
+            y = _product(call, x, expert).to(acc)
             d_scale.view(-1)[slots] = (d_y.to(acc) * y).sum(-1)
         if d_x is not None:
             d_x[slots if call.gather else rows] = torch.mm(d_z, call.weight_nk[expert])
@@ -101,12 +97,18 @@ def backward(
             d_bias[expert] = d_z.to(acc).sum(0)
 
     if d_x is not None and call.gather:
-        d_x = d_x.view(layout.num_tokens, layout.top_k, -1).sum(1, dtype=acc).to(call.dtype)
+        d_x = d_x.view(layout.num_tokens, layout.top_k, d_x.shape[1]).sum(1, dtype=acc).to(call.dtype)
     if d_bias is not None:
         d_bias = d_bias.to(call.dtype)
     if d_scale is not None and call.scale is not None:
         d_scale = d_scale.to(call.scale.dtype)
     return d_x, d_weight, d_bias, d_scale
+
+
+def _product(call: GroupedGemmCall, x: Tensor, expert: int) -> Tensor:
+    weight = call.weight_nk[expert].T
+    # addmm adds the bias to the accumulator, before it is rounded.
+    return torch.mm(x, weight) if call.bias is None else torch.addmm(call.bias[expert], x, weight)
 
 
 def _scale(call: GroupedGemmCall, slots: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""explain: what would run for a call, and at what price."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from anabranch.dispatch import choose
+from anabranch.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found; ``str()`` of it is for reading.
+
+    Attributes:
+        function: the public function asked about.
+        backend: the backend that would run.
+        refusals: backend -> why it would not, for each one tried before.
+        padding: share of the rows a backend would compute that are padding of its tiles, 0 for none.
+        saved_bytes: bytes kept for the backward beyond the arguments; 0 where no gradient is needed.
+    """
+
+    function: str
+    backend: str
+    refusals: dict[str, str]
+    padding: float
+    saved_bytes: int
+
+    def __str__(self) -> str:
+        lines = [f"{self.function} runs on: {self.backend}"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.refusals.items()]
+        lines.append(f"  padding: {self.padding:.1%} of the rows computed")
+        lines.append(f"  kept for the backward beyond the arguments: {self.saved_bytes:,} bytes")
+        return "\n".join(lines)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Says what ``fn(*args, **kwargs)`` would run, without running it.
+
+    It validates the arguments as the call would, asks every backend in turn, and traces the call on fake tensors to see
+    what autograd would keep. It may read routing values on the host, so it is no part of a training step.
+
+    Args:
+        fn: a public operation of anabranch that has backends, such as :func:`anabranch.moe_mlp`.
+        *args: its positional arguments.
+        **kwargs: its keyword arguments.
+
+    Raises:
+        ArgumentError: fn is not such an operation, or what fn itself raises for the arguments.
+    """
+    name = getattr(fn, "__name__", repr(fn))
+    op, _, tail = getattr(fn, "__module__", "").removeprefix("anabranch.ops.").partition(".")
+    bind = tail == "api" and getattr(importlib.import_module(f"anabranch.ops.{op}.call"), f"bind_{name}", None)
+    if not bind:
+        raise ArgumentError("explain", "fn", expected="an operation of anabranch that has backends", got=name)
+    call = bind(*args, **kwargs)
+    backend, refusals, padding = "reference", {}, 0.0
+    if call.backend != "reference":
+        choice = choose(op, call, call.backend)
+        backend, refusals = choice.backend, choice.refusals
+        padding = choice.module.padding(call) if hasattr(choice.module, "padding") else 0.0
+    return Explanation(name, backend, refusals, padding, _saved_bytes(fn, args, kwargs))
+
+
+def _saved_bytes(fn: Callable[..., Any], args: Any, kwargs: Any) -> int:
+    kept: dict[int, int] = {}
+
+    def note(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return value
+
+    mode = FakeTensorMode()
+    args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+    given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
+    with mode, torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+        result = fn(*args, **kwargs)
+    del result
+    return sum(size for storage, size in kept.items() if storage not in given)

@@ -1,0 +1,127 @@
+"""torch.library operators of moe_mlp: schema, fake kernel and gradient. One autograd node for the MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.dispatch import choose, without_autocast
+from anabranch.epilogues import resolve
+from anabranch.layout import ExpertLayout
+from anabranch.ops import checks
+from anabranch.ops.moe_mlp.call import OP, MoeMlpCall
+from anabranch.ops.second_order import refuse_second_derivative
+
+_CALL = (
+    "Tensor x, Tensor gate_up, Tensor down, Tensor expert_weights, Tensor? gate_up_bias, Tensor? down_bias, "
+    "Tensor counts, Tensor offsets, Tensor row_to_slot, Tensor slot_to_row, "
+    "str activation, bool transpose_weight, str gate_layout, str weight_on, str? backend"
+)
+_INPUTS = 6
+"""How many of these can have a gradient; they come first."""
+_TENSORS = 10
+"""How many of these are tensors."""
+
+
+def moe_mlp(call: MoeMlpCall) -> Tensor:
+    """Routes a call and runs it through its operator."""
+    assert call.expert_ids is not None
+    layout = ExpertLayout.from_topk(call.expert_ids, call.gate_up.shape[0])
+    inputs = (
+        call.x,
+        call.gate_up,
+        call.down,
+        call.expert_weights,
+        call.gate_up_bias,
+        call.down_bias,
+    )
+    out, _ = moe_mlp_forward(
+        checks.needs_grad(*inputs),
+        *inputs,
+        layout.counts,
+        layout.offsets,
+        layout.row_to_slot,
+        layout.slot_to_row,
+        call.epilogue.spec,
+        call.transpose_weight,
+        call.gate_layout,
+        call.weight_on,
+        call.backend,
+    )
+    return out
+
+
+def _restore(*args: Any) -> MoeMlpCall:
+    activation, transpose_weight, gate_layout, weight_on, backend = args[_TENSORS:]
+    return MoeMlpCall(
+        *args[:_INPUTS],
+        resolve(OP, activation),
+        transpose_weight,
+        gate_layout,
+        weight_on,
+        backend,
+        layout=ExpertLayout(*args[_INPUTS:_TENSORS]),
+    )
+
+
+def _allocate(keep_h: bool, call: MoeMlpCall) -> tuple[Tensor, Tensor]:
+    assert call.layout is not None
+    h_shape = (call.layout.num_rows, call.gate_up_nk.shape[1]) if keep_h else (0,)
+    return call.x.new_empty(call.x.shape), call.x.new_empty(h_shape)
+
+
+def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
+    call = _restore(*args)
+    backend = choose(OP, call, call.backend).module
+    out, h = _allocate(keep_h, call)
+    with without_autocast(call.device):
+        backend.forward(call, out, h if keep_h else None)
+    return out, h
+
+
+def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
+    """The needed ones among the gradients of the inputs, in their order."""
+    call = _restore(*args)
+    backend = choose(OP, call, call.backend).module
+    with without_autocast(call.device):
+        grads = backend.backward(call, grad, h, needs)
+    return [g for g in grads if g is not None]
+
+
+def _backward_fake(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
+    return [v.new_empty(v.shape) for v, need in zip(args[:_INPUTS], needs, strict=True) if need]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    _, *args = inputs
+    ctx.save_for_backward(output[1], *args[:_TENSORS])
+    ctx.flags = args[_TENSORS:]
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    needs = list(ctx.needs_input_grad[1 : 1 + _INPUTS])
+    grads: list[Tensor | None] = [None] * _INPUTS
+    if grad is not None and any(needs):
+        h, *tensors = ctx.saved_tensors
+        found = iter(moe_mlp_backward(needs, grad, h, *tensors, *ctx.flags))
+        grads = [next(found) if need else None for need in needs]
+    return (None, *grads, *[None] * (_TENSORS - _INPUTS + len(ctx.flags)))
+
+
+moe_mlp_forward = torch.library.custom_op(
+    "anabranch::moe_mlp", _forward, mutates_args=(), schema=f"(bool keep_h, {_CALL}) -> (Tensor, Tensor)"
+)
+moe_mlp_forward.register_fake(lambda keep_h, *args: _allocate(keep_h, _restore(*args)))
+moe_mlp_forward.register_autograd(_differentiate, setup_context=_save)
+
+moe_mlp_backward = torch.library.custom_op(
+    "anabranch::moe_mlp_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(bool[] needs, Tensor grad, Tensor h, {_CALL}) -> Tensor[]",
+)
+moe_mlp_backward.register_fake(_backward_fake)
+refuse_second_derivative(moe_mlp_backward, OP)

@@ -1,0 +1,136 @@
+"""Validation of moe_mlp: arguments in, a frozen call out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anabranch.dispatch import check_name
+from anabranch.epilogues import Epilogue, resolve
+from anabranch.errors import ArgumentError
+from anabranch.layout import ExpertLayout
+from anabranch.ops import checks
+
+OP = "moe_mlp"
+
+
+@dataclass(frozen=True, eq=False)
+class MoeMlpCall:
+    """A moe_mlp whose arguments fit together. The fields are the arguments, named as there.
+
+    ``layout`` is the routing of ``expert_ids`` where an operator runs the call; the oracle reads the ids.
+    """
+
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    expert_weights: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    epilogue: Epilogue
+    transpose_weight: bool
+    gate_layout: str
+    weight_on: str
+    backend: str | None
+    expert_ids: Tensor | None = None
+    layout: ExpertLayout | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    @property
+    def gate_up_nk(self) -> Tensor:
+        """gate_up as (E, 2 * I, H), a view."""
+        return self.gate_up.mT if self.transpose_weight else self.gate_up
+
+    @property
+    def down_nk(self) -> Tensor:
+        """down as (E, H, I), a view."""
+        return self.down.mT if self.transpose_weight else self.down
+
+    def columns(self, h: Tensor) -> tuple[Tensor, ...]:
+        """The epilogue's operands in a pre-activation (rows, 2 * I), as views."""
+        count = self.epilogue.columns
+        if count == 1:
+            return (h,)
+        if self.gate_layout == "interleaved":
+            return tuple(h[:, i::count] for i in range(count))
+        return h.chunk(count, dim=-1)
+
+
+def bind_moe_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    *,
+    activation: str | Epilogue = "swiglu",
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    transpose_weight: bool = False,
+    gate_layout: str = "concatenated",
+    weight_on: str = "output",
+    backend: str | None = None,
+) -> MoeMlpCall:
+    """Checks the arguments of moe_mlp, casts as autocast asks, and freezes the call."""
+    check_name(OP, backend)
+    epilogue = resolve(OP, activation)
+    checks.choice(OP, "gate_layout", gate_layout, ("concatenated", "interleaved"))
+    checks.choice(OP, "weight_on", weight_on, ("output", "input"))
+    if gate_layout == "interleaved" and epilogue.columns == 1:
+        expected = f"'concatenated' for {epilogue.name}, which has no gate"
+        raise ArgumentError(OP, "gate_layout", expected=expected, got=repr(gate_layout))
+    width = "I" if epilogue.columns == 1 else f"{epilogue.columns} * I"
+    checks.tensor(OP, "x", x, "(T, H)", checks.FLOATS)
+    checks.tensor(OP, "gate_up", gate_up, f"(E, H, {width})" if transpose_weight else f"(E, {width}, H)", checks.FLOATS)
+    checks.tensor(OP, "down", down, "(E, I, H)" if transpose_weight else "(E, H, I)", checks.FLOATS)
+    checks.tensor(OP, "expert_ids", expert_ids, "(T, K)", checks.INTEGERS)
+    checks.tensor(OP, "expert_weights", expert_weights, "(T, K)", checks.FLOATS)
+    x, gate_up, down, gate_up_bias, down_bias = checks.cast_like_matmul(x, gate_up, down, gate_up_bias, down_bias)
+    call = MoeMlpCall(
+        x, gate_up, down, expert_weights, gate_up_bias, down_bias, epilogue, transpose_weight,
+        gate_layout, weight_on, backend, expert_ids=expert_ids,
+    )  # fmt: skip
+    _check_shapes(call)
+    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+        value = getattr(call, name)
+        if value is not None:
+            checks.same_dtype(OP, name, value, x)
+    checks.same_device(
+        OP, x, gate_up=gate_up, down=down, expert_ids=expert_ids, expert_weights=expert_weights,
+        gate_up_bias=gate_up_bias, down_bias=down_bias,
+    )  # fmt: skip
+    return call
+
+
+def _check_shapes(call: MoeMlpCall) -> None:
+    tokens, hidden = call.x.shape
+    experts, width, _ = call.gate_up_nk.shape
+    columns = call.epilogue.columns
+    if width % columns:
+        expected = f"an even output width for the gated {call.epilogue.name}"
+        raise ArgumentError(OP, "gate_up", expected=expected, got=f"{width}")
+    inner = width // columns
+    swap = call.transpose_weight
+    means = "(gate_up's E, gate_up's width, x's H)" if not swap else "(gate_up's E, x's H, gate_up's width)"
+    checks.shape(OP, "gate_up", call.gate_up, experts, *((hidden, width) if swap else (width, hidden)), means=means)
+    means = "(gate_up's E, x's H, gate_up's I)" if not swap else "(gate_up's E, gate_up's I, x's H)"
+    checks.shape(OP, "down", call.down, experts, *((inner, hidden) if swap else (hidden, inner)), means=means)
+    assert call.expert_ids is not None
+    top_k = call.expert_ids.shape[1]
+    checks.shape(OP, "expert_ids", call.expert_ids, tokens, top_k, means="(x's T, K)")
+    checks.shape(OP, "expert_weights", call.expert_weights, tokens, top_k, means="expert_ids' (T, K)")
+    if call.gate_up_bias is not None:
+        checks.tensor(OP, "gate_up_bias", call.gate_up_bias, "(E, N)", checks.FLOATS)
+        checks.shape(OP, "gate_up_bias", call.gate_up_bias, experts, width, means="gate_up's (E, width)")
+    if call.down_bias is not None:
+        checks.tensor(OP, "down_bias", call.down_bias, "(E, H)", checks.FLOATS)
+        checks.shape(OP, "down_bias", call.down_bias, experts, hidden, means="(gate_up's E, x's H)")
