@@ -96,6 +96,8 @@ def choose(op: str, call: Call, backend: str | None) -> Choice:
     refusals = {}
     for name in ORDER if backend is None else (backend,):
         reason = _refusal(op, call, name)
+        if reason is None and backend is None and name != "eager" and call.device.type == "cpu":
+            reason = "on the CPU its kernels are interpreted, which has to be asked for by name"
         if reason is None:
             module = _module(op, name)
             assert module is not None

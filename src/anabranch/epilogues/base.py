@@ -35,6 +35,11 @@ class Epilogue:
         raise NotImplementedError
 
     @property
+    def device_code(self) -> str:
+        """Name of the module with this epilogue's functions for Triton kernels, imported when one is built."""
+        return f"anabranch.epilogues.device.{self.name}"
+
+    @property
     def spec(self) -> str:
         """The text that :func:`resolve` reads back: ``name`` or ``name(field=value,...)``."""
         given = ",".join(f"{p}={getattr(self, p)!r}" for p in PARAMETERS[self.name])
@@ -76,15 +81,20 @@ def resolve(op: str, activation: str | Epilogue | None) -> Epilogue:
         raise ArgumentTypeError(
             op, "activation", expected="None, a name or an Epilogue", got=type(activation).__name__
         )
-    name, _, rest = activation.partition("(")
-    if name not in REGISTRY:
+    name, opened, rest = activation.partition("(")
+    if name not in REGISTRY or (opened and not rest.endswith(")")):
         known = ", ".join(sorted(REGISTRY))
         raise ArgumentError(op, "activation", expected=f"one of {known}", got=repr(activation))
-    given = {}
-    for part in rest.removesuffix(")").split(",") if rest else ():
+    given: dict[str, float] = {}
+    for part in rest[:-1].split(",") if rest[:-1] else ():
         parameter, _, value = part.strip().partition("=")
-        if parameter not in PARAMETERS[name]:
+        if parameter not in PARAMETERS[name] or parameter in given:
             takes = ", ".join(PARAMETERS[name]) or "no parameter"
             raise ArgumentError(op, "activation", expected=f"{name} with {takes}", got=repr(activation))
-        given[parameter] = float(value)
+        try:
+            given[parameter] = float(value)
+        except ValueError:
+            raise ArgumentError(
+                op, "activation", expected=f"a number for {name}'s {parameter}", got=repr(value)
+            ) from None
     return REGISTRY[name](**given)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from anabranch.ops.positions import call
-from anabranch.ops.positions.backends import eager
+from anabranch.ops.positions import builders
 
 
 def rope_index(
@@ -30,9 +30,9 @@ def rope_index(
     follows it starts one past the largest of them. tick(f) is 0 for an image, and for a video the integer
     part of f * second_per_grid_ts[video] * tokens_per_second, multiplied in that order and in the dtype of
     second_per_grid_ts (a list with a float in it counts as float32). The defaults make it f itself, which is
-    Qwen2-VL. Qwen3-VL: pass one grid (1, h, w) a frame. Source: Qwen2.5-VL, ``get_rope_index``, as in
-    transformers 4.49. Later 4.x truncates the seconds to an integer first; 5.x ignores the ticks in what follows
-    a video, puts 0 at padded places and counts deltas from the unpadded length.
+    Qwen2-VL. Qwen3-VL: pass one grid (1, h, w) a frame. Source: Qwen2.5-VL, ``get_rope_index``, as first
+    published. transformers later truncated the seconds to an integer first; its 5.x ignores the ticks in what
+    follows a video, puts 0 at padded places and counts deltas from the unpadded length.
 
     With neither grid given, every token is text and the ids are not read. Otherwise the n-th run of image
     (video) tokens in the batch, row by row, belongs to the n-th grid, and the ids are read on the host.
@@ -62,7 +62,7 @@ def rope_index(
             longer or shorter than its grid, a run without its start token), or a bad value or shape.
         ArgumentTypeError: A bad type or dtype.
     """
-    return eager.rope_index(
+    return builders.rope_index(
         call.rope_index(
             input_ids,
             spatial_merge_size=spatial_merge_size,
@@ -102,7 +102,7 @@ def vision_rotary(
         ArgumentError: A bad value or shape, such as a grid that spatial_merge_size does not divide.
         ArgumentTypeError: A bad type or dtype.
     """
-    return eager.vision_rotary(call.vision_rotary(inv_freq, grid_thw, spatial_merge_size))
+    return builders.vision_rotary(call.vision_rotary(inv_freq, grid_thw, spatial_merge_size))
 
 
 def window_index(
@@ -136,6 +136,6 @@ def window_index(
         ArgumentError: A bad value or shape, such as a window smaller than one merged token.
         ArgumentTypeError: A bad type or dtype.
     """
-    return eager.window_index(
+    return builders.window_index(
         call.window_index(grid_thw, window_size, spatial_merge_size, patch_size, spatial_merge_unit)
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
-from anabranch.ops.positions.segments import Grid, Segments, find_segments
+from anabranch.ops.positions.segments import HOST, Grid, Segments, find_segments
 
 MAX_POSITION = 2**53
 """Ticks stay where fp64 counts exactly."""
@@ -146,7 +146,7 @@ def window_index(
     total = sum(t * h * w for t, h, w in grids) * unit
     if total >= 2**31:
         raise ArgumentError(op, "grid_thw", expected="bounds that fit int32", got=f"an end of {total}")
-    device = grid_thw.device if isinstance(grid_thw, Tensor) else torch.device("cpu")
+    device = grid_thw.device if isinstance(grid_thw, Tensor) else HOST
     return WindowIndexCall(grids, window, unit, device)
 
 
@@ -158,7 +158,7 @@ def _seconds(op: str, seconds: object, videos: list[Grid], tokens_per_second: fl
     """(videos,) on the host, in the dtype the ticks are computed in."""
     argument, expected = "second_per_grid_ts", "a tensor (videos,) or a list of numbers"
     if seconds is None:
-        return torch.ones(len(videos), dtype=torch.float32)
+        return torch.ones(len(videos), dtype=torch.float32, device=HOST)
     if isinstance(seconds, Tensor):
         checks.tensor(op, argument, seconds, "(videos,)", checks.FLOATS + checks.INTEGERS)
         seconds = seconds.detach().cpu()
@@ -167,14 +167,14 @@ def _seconds(op: str, seconds: object, videos: list[Grid], tokens_per_second: fl
             if not isinstance(value, Real) or isinstance(value, bool):
                 raise ArgumentTypeError(op, argument, expected=expected, got=f"an entry {value!r}")
         whole = all(_is_int(value) for value in seconds)
-        seconds = torch.tensor(seconds, dtype=torch.int64 if whole else torch.float32)
+        seconds = torch.tensor(seconds, dtype=torch.int64 if whole else torch.float32, device=HOST)
     else:
         raise ArgumentTypeError(op, argument, expected=expected, got=type(seconds).__name__)
     if len(seconds) != len(videos):
         wanted = f"one value for each of the {len(videos)} videos"
         raise ArgumentError(op, argument, expected=wanted, got=f"{len(seconds)} values")
     # In fp64 for the bound, and in its own dtype because half precision overflows early. NaN fails both.
-    frames = torch.tensor([t - 1 for t, _, _ in videos], dtype=torch.int64)
+    frames = torch.tensor([t - 1 for t, _, _ in videos], dtype=torch.int64, device=HOST)
     exact = frames.double() * seconds.double() * tokens_per_second
     fits = (exact < MAX_POSITION) & (frames * seconds * tokens_per_second < MAX_POSITION) & (seconds >= 0)
     if not bool(fits.all()):

@@ -21,7 +21,7 @@ def rope_index(
     second_per_grid_ts: Tensor | Sequence[float] | None = None,
     attention_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(3, B, S) positions and (B, 1) deltas; a run is found by its placeholders, not by vision_start_token_id."""
+    """(3, B, S) positions and (B, 1) deltas. Placeholders alone tell where a run starts."""
     rows, width = input_ids.shape
     positions = torch.ones(3, rows, width, dtype=torch.int64)
     deltas = torch.zeros(rows, 1, dtype=torch.int64)

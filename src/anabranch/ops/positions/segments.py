@@ -11,6 +11,9 @@ from anabranch.errors import ArgumentError
 
 Grid = tuple[int, int, int]
 
+HOST = torch.device("cpu")
+"""Named throughout, as a default device may be set."""
+
 _NAMES = ("text", "image", "video")
 
 
@@ -28,8 +31,8 @@ class Segments:
     """(G,) int64."""
     vision: Tensor
     """(V,) int64: which of the G runs."""
-    grid: Tensor
-    """(V, 3) int64: merged t, h, w; their product is the run's length."""
+    grids: list[Grid]
+    """V merged t, h, w; their product is the run's length."""
     seconds: Tensor
     """(V,): seconds between frames; 0 for images."""
 
@@ -46,14 +49,14 @@ def find_segments(
     """Cuts, matches and checks. ``token_ids``: image, video, vision start."""
     image_id, video_id, start_id = token_ids
     keep = None if keep is None else keep.cpu()
-    row = torch.arange(ids.shape[0])[:, None].expand(ids.shape)
+    row = torch.arange(ids.shape[0], device=HOST)[:, None].expand(ids.shape)
     tokens, row = (x.reshape(-1) if keep is None else x[keep] for x in (ids, row))
     kind = (tokens == image_id).to(torch.int8) + 2 * (tokens == video_id).to(torch.int8)
 
-    cut = torch.ones(len(tokens), dtype=torch.bool)
+    cut = torch.ones(len(tokens), dtype=torch.bool, device=HOST)
     cut[1:] = (kind[1:] != kind[:-1]) | (row[1:] != row[:-1])
     start = cut.nonzero().flatten()
-    length = torch.diff(start, append=torch.tensor([len(tokens)]))
+    length = torch.diff(start, append=torch.tensor([len(tokens)], device=HOST))
     row, kind = row[start], kind[start]
     vision = kind.nonzero().flatten()
 
@@ -71,22 +74,21 @@ def find_segments(
         got = f"a run of {_NAMES[kind[run]]} tokens without it at {place(run)}"
         raise ArgumentError(op, "input_ids", expected=expected, got=got)
 
-    grid = torch.zeros(len(vision), 3, dtype=torch.int64)
-    pace = torch.zeros(len(vision), dtype=seconds.dtype)
+    kinds = kind[vision].tolist()
     for which, grids in ((1, images), (2, videos)):
-        mine = kind[vision] == which
-        runs = int(mine.sum())
+        runs = kinds.count(which)
         if runs != len(grids):
             expected = f"one grid for each of the {runs} runs of {_NAMES[which]} tokens in input_ids"
             raise ArgumentError(op, f"{_NAMES[which]}_grid_thw", expected=expected, got=f"{len(grids)} grids")
-        grid[mine] = torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
-    pace[kind[vision] == 2] = seconds
+    queues = iter(images), iter(videos)
+    matched = [next(queues[which - 1]) for which in kinds]
 
-    wrong = (length[vision] != grid.prod(1)).nonzero().flatten()
-    if len(wrong):
-        run, (t, h, w) = int(vision[wrong[0]]), grid[wrong[0]].tolist()
-        expected = (
-            f"{t * h * w} {_NAMES[kind[run]]} tokens at {place(run)}, as merged grid {t} x {h} x {w} says"
-        )
-        raise ArgumentError(op, "input_ids", expected=expected, got=int(length[run]))
-    return Segments(keep, row, start, length, vision, grid, pace)
+    lengths = length[vision].tolist()
+    for run, which, (t, h, w), got in zip(vision.tolist(), kinds, matched, lengths, strict=True):
+        if got != t * h * w:
+            grid = f"merged grid {t} x {h} x {w}"
+            expected = f"{t * h * w} {_NAMES[which]} tokens at {place(run)}, as {grid} says"
+            raise ArgumentError(op, "input_ids", expected=expected, got=got)
+    pace = torch.zeros(len(vision), dtype=seconds.dtype, device=HOST)
+    pace[kind[vision] == 2] = seconds
+    return Segments(keep, row, start, length, vision, matched, pace)

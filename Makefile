@@ -1,0 +1,69 @@
+# Everything a checkout needs, from nothing but Python and make.
+#
+#   make demo    train and sample a small MoE language model    TEXT=file  STEPS=n
+#   make test    the tests that need no GPU                     JOBS=n     ARGS="-k rope"
+#   make check   lint, format, types, and the repository's rules
+#   make bench   time the operations on this machine            ARGS="..."
+#   make docs    run every snippet and follow every link of the documentation
+#
+# PYTHON names the interpreter that makes the virtual environment; VENV where it goes.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
+DOCS := tests/repo/test_readme.py tests/repo/test_docs_snippets.py
+
+export TEXT STEPS
+
+.PHONY: help demo test check bench docs clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/anabranch demo $${TEXT:+--text "$$TEXT"} $${STEPS:+--steps "$$STEPS"} $(ARGS)
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not gpu' $(ARGS)
+
+check: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/repo
+
+bench: $(VENV)/demo.stamp
+	$(BIN)/anabranch bench $(ARGS)
+
+docs: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -q $(DOCS)
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# The environment grows in layers, each redone when its pins are newer than its stamp. torch comes first and alone, so that
+# nothing else can choose its build.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is missing or older than Python 3.11; name another with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/torch.stamp: requirements/torch.txt requirements/triton.txt | $(BIN)/python
+	@echo "Installing torch into $(VENV); the first time, this can take some minutes."
+	$(PIP) -r requirements/torch.txt
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) -r requirements/triton.txt
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp requirements/demo.txt pyproject.toml
+	$(PIP) -r requirements/demo.txt
+	$(PIP) --no-deps --editable .
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp requirements/test.txt
+	$(PIP) -r requirements/test.txt
+	@touch $@

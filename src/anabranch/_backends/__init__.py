@@ -1,0 +1,1 @@
+"""Plumbing that the backends of several ops share, one package per DSL."""

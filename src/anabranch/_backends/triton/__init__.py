@@ -1,0 +1,1 @@
+"""What the Triton backends share: facts about a device, descriptors, and the schedule of a grouped GEMM."""

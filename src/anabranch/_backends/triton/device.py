@@ -1,0 +1,78 @@
+"""Facts about the device a tensor is on, and what they allow."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INT32_MAX = 2**31 - 1
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a handful where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; (0, 0) where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@cache
+def shared_memory_limit(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have; Hopper's where kernels are interpreted."""
+    if device.type != "cuda":
+        return 232_448
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Launch on the tensors' device, whatever the current one is."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return nullcontext()
+
+
+def fits_int32(*values: Tensor | None) -> bool:
+    """Whether every element's offset from its tensor's start, in elements, is below 2**31."""
+    return all(
+        v is None or sum((size - 1) * abs(step) for size, step in zip(v.shape, v.stride(), strict=True)) <= INT32_MAX
+        for v in values
+    )
+
+
+def tma_refusal(value: Tensor, inner: int = -1) -> str | None:
+    """Why the tensor memory accelerator cannot read or write ``value``, or None if it can.
+
+    ``inner`` is the dimension that a tile is contiguous along.
+    """
+    if capability(value.device) < (9, 0):
+        return "the device has no tensor memory accelerator"
+    if value.numel() == 0:
+        return "the tensor is empty"
+    if value.stride(inner) != 1:
+        return "the tile's inner dimension is not contiguous"
+    if value.data_ptr() % 16:
+        return "the base address is not a multiple of 16 bytes"
+    for dim, step in enumerate(value.stride()):
+        if dim != inner % value.dim() and (step * value.element_size() % 16 or step <= 0):
+            return f"stride {step} of dimension {dim} is not a positive multiple of 16 bytes"
+    return None
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """How fp32 operands are multiplied: in TF32 only where torch.backends.cuda.matmul allows it."""
+    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if allowed else "ieee"

@@ -1,0 +1,17 @@
+"""geglu for Triton kernels; the maths is in :mod:`anabranch.epilogues.geglu`."""
+
+import triton
+import triton.language as tl  # noqa: F401 (the interpreter looks for it)
+
+from anabranch.epilogues.device import gelu
+
+
+@triton.jit
+def forward(gate, up, P):
+    return gelu.forward(gate, P) * up
+
+
+@triton.jit
+def backward(grad, gate, up, P):
+    d_gate, a = gelu.backward(grad * up, gate, P)
+    return d_gate, grad * a, a * up

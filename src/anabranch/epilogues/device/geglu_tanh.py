@@ -1,0 +1,17 @@
+"""geglu_tanh for Triton kernels; the maths is in :mod:`anabranch.epilogues.geglu_tanh`."""
+
+import triton
+import triton.language as tl  # noqa: F401 (the interpreter looks for it)
+
+from anabranch.epilogues.device import gelu_tanh
+
+
+@triton.jit
+def forward(gate, up, P):
+    return gelu_tanh.forward(gate, P) * up
+
+
+@triton.jit
+def backward(grad, gate, up, P):
+    d_gate, a = gelu_tanh.backward(grad * up, gate, P)
+    return d_gate, grad * a, a * up

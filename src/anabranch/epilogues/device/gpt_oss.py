@@ -1,0 +1,28 @@
+"""gpt_oss for Triton kernels; the maths is in :mod:`anabranch.epilogues.gpt_oss`."""
+
+import triton
+import triton.language as tl
+
+from anabranch.epilogues.device.silu import sigmoid
+
+
+@triton.jit
+def forward(gate, up, P):
+    alpha: tl.constexpr = P[0]
+    limit: tl.constexpr = P[1]
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return (up + 1) * gate * sigmoid(alpha * gate)
+
+
+@triton.jit
+def backward(grad, gate, up, P):
+    alpha: tl.constexpr = P[0]
+    limit: tl.constexpr = P[1]
+    inside_gate = gate <= limit
+    inside_up = tl.abs(up) <= limit
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    s = sigmoid(alpha * gate)
+    d_gate = tl.where(inside_gate, grad * (up + 1) * s * (1 + alpha * gate * (1 - s)), 0.0)
+    return d_gate, tl.where(inside_up, grad * gate * s, 0.0), (up + 1) * gate * s

@@ -1,0 +1,17 @@
+"""swiglu for Triton kernels; the maths is in :mod:`anabranch.epilogues.swiglu`."""
+
+import triton
+import triton.language as tl  # noqa: F401 (the interpreter looks for it)
+
+from anabranch.epilogues.device import silu
+
+
+@triton.jit
+def forward(gate, up, P):
+    return silu.forward(gate, P) * up
+
+
+@triton.jit
+def backward(grad, gate, up, P):
+    d_gate, a = silu.backward(grad * up, gate, P)
+    return d_gate, grad * a, a * up

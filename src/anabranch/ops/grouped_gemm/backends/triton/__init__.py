@@ -1,0 +1,80 @@
+"""grouped_gemm in Triton: persistent tiles over experts, gather on load, scatter on store, epilogue on the accumulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch._backends.triton.combine import combine
+from anabranch.epilogues import Identity
+from anabranch.ops.grouped_gemm.backends.triton import launch
+from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, SLOT, TOKEN
+from anabranch.ops.grouped_gemm.call import GroupedGemmCall
+
+
+def supports(call: GroupedGemmCall) -> str | None:
+    """fp16, bf16 and fp32, and epilogues that have device code."""
+    return launch.refusal(call.dtype, call.epilogue)
+
+
+def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
+    """Writes the output, and the rounded pre-activation if ``h`` is given."""
+    launch.gemm(
+        call.x,
+        call.weight_nk,
+        call.layout,
+        out,
+        h=h,
+        bias=call.bias,
+        scale=call.scale,
+        epilogue=call.epilogue,
+        x_rows=TOKEN if call.gather else ROW,
+        out_rows=SLOT if call.scatter else ROW,
+    )
+
+
+def backward(
+    call: GroupedGemmCall, grad: Tensor, h: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight, bias and scale; None for those not needed."""
+    layout = call.layout
+    need_x, need_weight, need_bias, need_scale = needs
+    d_x = d_weight = d_bias = d_scale = None
+    d_z, z_rows = grad, SLOT if call.scatter else ROW
+    if need_scale:
+        assert call.scale is not None
+        d_scale = torch.zeros(call.scale.shape, dtype=torch.float32, device=call.device)
+    if call.scale is not None or h is not None:
+        if d_scale is not None and h is None:
+            h = _pre_activation(call)
+        d_z = launch.pre_activation_gradient(call, grad, h, d_scale)
+        z_rows = ROW
+    if need_x:
+        rows = call.x.new_empty(layout.num_rows, call.x.shape[1])
+        launch.gemm(d_z, call.weight_nk.mT, layout, rows, x_rows=z_rows, out_rows=ROW)
+        d_x = rows
+        if call.gather:
+            d_x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+            combine(rows, layout.slot_to_row, None, d_x)
+    if need_weight:
+        d_weight = torch.empty_like(call.weight, memory_format=torch.contiguous_format)
+        d_weight_nk = d_weight.mT if call.transpose_weight else d_weight
+        launch.weight_gradient(d_z, call.x, layout, d_weight_nk, z_rows=z_rows, x_rows=TOKEN if call.gather else ROW)
+    if need_bias:
+        assert call.bias is not None
+        d_bias = torch.empty_like(call.bias, memory_format=torch.contiguous_format)
+        launch.bias_gradient(d_z, layout, d_bias, z_rows=z_rows)
+    if d_scale is not None:
+        assert call.scale is not None
+        d_scale = d_scale.to(call.scale.dtype)
+    return d_x, d_weight, d_bias, d_scale
+
+
+def _pre_activation(call: GroupedGemmCall) -> Tensor:
+    """The unscaled output, in row order: without an activation it was not kept."""
+    h = call.x.new_empty(call.layout.num_rows, call.weight_nk.shape[1])
+    x_rows = TOKEN if call.gather else ROW
+    launch.gemm(call.x, call.weight_nk, call.layout, h, bias=call.bias, epilogue=Identity(), x_rows=x_rows, out_rows=ROW)
+    return h

@@ -1,0 +1,308 @@
+"""The grouped GEMM kernels. Letters: M rows, N output columns, K the reduction; o_ offsets, m_ masks, p_ pointers.
+
+Rows of an operand are found in one of three ways: ROW, the expert-sorted row itself; TOKEN, the token of its slot; SLOT, the
+slot. A row without a slot (-1) reads row 0 and is written as zero.
+"""
+
+import triton
+import triton.language as tl
+
+from anabranch._backends.triton.schedule import tile_coordinates
+
+ROW = tl.constexpr(0)
+TOKEN = tl.constexpr(1)
+SLOT = tl.constexpr(2)
+
+
+@triton.jit
+def find_rows(rows, slots, top_k, HOW: tl.constexpr, OFFSET: tl.constexpr):
+    """Where an operand keeps the given rows."""
+    if HOW == ROW:
+        return rows.to(OFFSET)
+    elif HOW == TOKEN:
+        return (tl.maximum(slots, 0) // top_k).to(OFFSET)
+    else:
+        return tl.maximum(slots, 0).to(OFFSET)
+
+
+@triton.jit
+def load_w(
+    w, p_w, expert, n, k, N, K, stride_n, stride_k,
+    TMA: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """A (BLOCK_K, BLOCK_N) tile of one expert's weight, zero outside it."""
+    if TMA:
+        if K_MAJOR:
+            return tl.reshape(w.load([expert, n, k]), [BLOCK_N, BLOCK_K]).T
+        else:
+            return tl.reshape(w.load([expert, k, n]), [BLOCK_K, BLOCK_N])
+    else:
+        o_n = n + tl.arange(0, BLOCK_N)
+        o_k = k + tl.arange(0, BLOCK_K)
+        p = p_w + o_k[:, None].to(OFFSET) * stride_k + o_n[None, :].to(OFFSET) * stride_n
+        if EVEN_K:
+            return tl.load(p, mask=o_n[None, :] < N, other=0.0)
+        else:
+            return tl.load(p, mask=(o_n[None, :] < N) & (o_k[:, None] < K), other=0.0)
+
+
+@triton.jit
+def load_x(
+    x, p_x, row, k, K, stride_k,
+    TMA: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """A (BLOCK_M, BLOCK_K) tile of x, zero past K."""
+    if TMA:
+        return x.load([row, k])
+    else:
+        o_k = k + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            return tl.load(p_x + o_k[None, :].to(OFFSET) * stride_k)
+        else:
+            return tl.load(p_x + o_k[None, :].to(OFFSET) * stride_k, mask=o_k[None, :] < K, other=0.0)
+
+
+@triton.jit
+def zero_unused(
+    out, slot_to_row, total, num_rows, num_slots, N, stride_m, stride_n,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Writes zeros where no row goes: past ``total`` in row order, at dropped slots in slot order."""
+    o_n = tl.arange(0, BLOCK_N)
+    zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
+    if ROWS == ROW:
+        first = total
+        last = num_rows
+    else:
+        first = 0
+        last = tl.where(total < num_slots, num_slots, 0)
+    for start in range(first + tl.program_id(0) * BLOCK_M, last, tl.num_programs(0) * BLOCK_M):
+        o_m = start + tl.arange(0, BLOCK_M)
+        m_m = o_m < last
+        if ROWS != ROW:
+            m_m = m_m & (tl.load(slot_to_row + o_m, mask=m_m, other=0) < 0)
+        for n in range(0, N, BLOCK_N):
+            p = out + o_m[:, None].to(OFFSET) * stride_m + (n + o_n)[None, :].to(OFFSET) * stride_n
+            tl.store(p, zeros, mask=m_m[:, None] & (n + o_n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["size", "num_rows", "num_slots", "num_experts"])
+def forward_kernel(
+    x, w, out, h, bias, scale, offsets, row_to_slot, slot_to_row, tiles,
+    size, num_rows, num_slots, num_experts, top_k, N, K,
+    stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_om, stride_on, stride_hm, stride_be, stride_bn,
+    stride_st, stride_sk,
+    EPILOGUE: tl.constexpr, P: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    X_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, KEEP_H: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, OFFSET: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """``out[row] = scale * epilogue(x[row] @ w[expert].T + bias[expert])`` for N output columns.
+
+    Behind a gate BLOCK_N counts columns of the accumulator, gate and up together.
+    """
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    num_m = tl.load(tiles + 2 * size)
+    num_n = tl.cdiv(N, WIDTH)
+    columns = 2 * N if GATED else N
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = tile_coordinates(tile, num_m, num_n, GROUP_M)
+        expert = tl.load(tiles + tile_m)
+        row = tl.load(tiles + size + tile_m)
+        end = tl.load(offsets + expert + 1)
+        n = tile_n * WIDTH
+        o_m = row + tl.arange(0, BLOCK_M)
+        m_m = o_m < end
+        slots = tl.load(row_to_slot + o_m, mask=m_m, other=-1)
+        p_w = w
+        if not W_TMA:
+            p_w = w + expert.to(tl.int64) * stride_we
+        p_x = x
+        if not X_TMA:
+            o_x = find_rows(tl.where(m_m, o_m, row), slots, top_k, X_ROWS, OFFSET)
+            p_x = x + o_x[:, None] * stride_xm
+
+        if GATED and not INTERLEAVED:
+            acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+            up = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+            for k in range(0, K, BLOCK_K):
+                a = load_x(x, p_x, row, k, K, stride_xk, X_TMA, BLOCK_K, EVEN_K, OFFSET)
+                b = load_w(w, p_w, expert, n, k, N, K, stride_wn, stride_wk, W_TMA, K_MAJOR, WIDTH, BLOCK_K, EVEN_K, OFFSET)
+                c = load_w(
+                    w, p_w, expert, N + n, k, 2 * N, K, stride_wn, stride_wk, W_TMA, K_MAJOR, WIDTH, BLOCK_K, EVEN_K, OFFSET
+                )  # fmt: skip
+                acc = tl.dot(a, b, acc, input_precision=PRECISION)
+                up = tl.dot(a, c, up, input_precision=PRECISION)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            first = n * 2 if GATED else n
+            for k in range(0, K, BLOCK_K):
+                a = load_x(x, p_x, row, k, K, stride_xk, X_TMA, BLOCK_K, EVEN_K, OFFSET)
+                b = load_w(
+                    w, p_w, expert, first, k, columns, K, stride_wn, stride_wk, W_TMA, K_MAJOR, BLOCK_N, BLOCK_K, EVEN_K, OFFSET
+                )  # fmt: skip
+                acc = tl.dot(a, b, acc, input_precision=PRECISION)
+
+        o_n = n + tl.arange(0, WIDTH)
+        m_n = o_n < N
+        m_out = m_m[:, None] & m_n[None, :]
+        if GATED and INTERLEAVED:
+            o_2n = 2 * n + tl.arange(0, BLOCK_N)
+            if HAS_BIAS:
+                acc += tl.load(bias + expert * stride_be + o_2n * stride_bn, mask=o_2n < columns, other=0.0).to(tl.float32)[None, :]
+            if KEEP_H:
+                p_h = h + o_m[:, None].to(OFFSET) * stride_hm + o_2n[None, :]
+                tl.store(p_h, tl.where((slots >= 0)[:, None], acc, 0.0), mask=m_m[:, None] & (o_2n < columns)[None, :])
+            gate, up = tl.split(tl.reshape(acc, [BLOCK_M, WIDTH, 2]))
+            y = EPILOGUE(gate, up, P)
+        elif GATED:
+            if HAS_BIAS:
+                p_b = bias + expert * stride_be
+                acc += tl.load(p_b + o_n * stride_bn, mask=m_n, other=0.0).to(tl.float32)[None, :]
+                up += tl.load(p_b + (N + o_n) * stride_bn, mask=m_n, other=0.0).to(tl.float32)[None, :]
+            if KEEP_H:
+                p_h = h + o_m[:, None].to(OFFSET) * stride_hm + o_n[None, :]
+                tl.store(p_h, tl.where((slots >= 0)[:, None], acc, 0.0), mask=m_out)
+                tl.store(p_h + N, tl.where((slots >= 0)[:, None], up, 0.0), mask=m_out)
+            y = EPILOGUE(acc, up, P)
+        else:
+            if HAS_BIAS:
+                acc += tl.load(bias + expert * stride_be + o_n * stride_bn, mask=m_n, other=0.0).to(tl.float32)[None, :]
+            if KEEP_H:
+                p_h = h + o_m[:, None].to(OFFSET) * stride_hm + o_n[None, :]
+                tl.store(p_h, tl.where((slots >= 0)[:, None], acc, 0.0), mask=m_out)
+            y = EPILOGUE(acc, P)
+
+        if HAS_SCALE:
+            m_s = slots >= 0
+            p_s = scale + (slots // top_k).to(OFFSET) * stride_st + (slots % top_k) * stride_sk
+            y *= tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)[:, None]
+        y = tl.where((slots >= 0)[:, None], y, 0.0)
+        o_y = find_rows(o_m, slots, top_k, OUT_ROWS, OFFSET)
+        if OUT_ROWS != ROW:
+            m_out = m_out & (slots >= 0)[:, None]
+        p_y = out + o_y[:, None] * stride_om + o_n[None, :].to(OFFSET) * stride_on
+        tl.store(p_y, y.to(out.dtype.element_ty), mask=m_out)
+
+    total = tl.load(offsets + num_experts)
+    zero_unused(out, slot_to_row, total, num_rows, num_slots, N, stride_om, stride_on, OUT_ROWS, 16, WIDTH, OFFSET)
+    if KEEP_H:
+        zero_unused(h, slot_to_row, total, num_rows, num_slots, columns, stride_hm, 1, ROW, 16, WIDTH, OFFSET)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def weight_gradient_kernel(
+    d_z, x, d_w, offsets, row_to_slot, num_experts, top_k, N, K,
+    stride_zm, stride_zn, stride_xm, stride_xk, stride_we, stride_wn, stride_wk,
+    Z_ROWS: tl.constexpr, X_ROWS: tl.constexpr, Z_TMA: tl.constexpr, X_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """``d_w[expert] = d_z[rows].T @ x[rows]``: (N, K) per expert, zeros for one without rows."""
+    num_n = tl.cdiv(N, BLOCK_N)
+    num_k = tl.cdiv(K, BLOCK_K)
+    per_expert = num_n * num_k
+    for tile in range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
+        expert = tile // per_expert
+        tile_n, tile_k = tile_coordinates(tile - expert * per_expert, num_n, num_k, GROUP_M)
+        start = tl.load(offsets + expert)
+        end = tl.load(offsets + expert + 1)
+        n = tile_n * BLOCK_N
+        k = tile_k * BLOCK_K
+        o_n = n + tl.arange(0, BLOCK_N)
+        o_k = k + tl.arange(0, BLOCK_K)
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for r in range(start, end, BLOCK_R):
+            o_r = r + tl.arange(0, BLOCK_R)
+            m_r = o_r < end
+            slots = tl.load(row_to_slot + o_r, mask=m_r, other=-1)
+            m_r = slots >= 0
+            if Z_TMA:
+                a = tl.reshape(z_load(d_z, r, end, n), [BLOCK_R, BLOCK_N])
+            else:
+                p = d_z + find_rows(o_r, slots, top_k, Z_ROWS, OFFSET)[:, None] * stride_zm
+                p += o_n[None, :].to(OFFSET) * stride_zn
+                a = tl.load(p, mask=m_r[:, None] & (o_n < N)[None, :], other=0.0)
+            if X_TMA:
+                b = tl.reshape(z_load(x, r, end, k), [BLOCK_R, BLOCK_K])
+            else:
+                p = x + find_rows(o_r, slots, top_k, X_ROWS, OFFSET)[:, None] * stride_xm
+                p += o_k[None, :].to(OFFSET) * stride_xk
+                b = tl.load(p, mask=m_r[:, None] & (o_k < K)[None, :], other=0.0)
+            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        p_w = d_w + expert.to(tl.int64) * stride_we
+        p_w += o_n[:, None].to(OFFSET) * stride_wn + o_k[None, :].to(OFFSET) * stride_wk
+        tl.store(p_w, acc.to(d_w.dtype.element_ty), mask=(o_n < N)[:, None] & (o_k < K)[None, :])
+
+
+@triton.jit
+def z_load(descriptor, row, end, column):
+    """Rows [row, end) through a ragged descriptor: zeros from ``end`` on."""
+    return descriptor.load([1 << 30, end, (1 << 30) - end + row, column])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def pre_activation_gradient_kernel(
+    grad, h, scale, d_z, d_scale, offsets, row_to_slot, num_rows, num_experts, top_k, N,
+    stride_gm, stride_gn, stride_hm, stride_st, stride_sk, stride_zm,
+    EPILOGUE: tl.constexpr, P: tl.constexpr, GATED: tl.constexpr, GRAD_ROWS: tl.constexpr,
+    HAS_H: tl.constexpr, HAS_SCALE: tl.constexpr, NEED_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """``d_z = epilogue'(h) * scale * grad`` and ``d_scale = <grad, epilogue(h)>``, N columns of grad, row by row."""
+    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    total = tl.load(offsets + num_experts)
+    slots = tl.load(row_to_slot + o_m, mask=o_m < total, other=-1)
+    live = slots >= 0
+    p_g = grad + find_rows(o_m, slots, top_k, GRAD_ROWS, OFFSET)[:, None] * stride_gm
+    factor = tl.full([BLOCK_M], 1.0, tl.float32)
+    if HAS_SCALE:
+        p_s = scale + (slots // top_k).to(OFFSET) * stride_st + (slots % top_k) * stride_sk
+        factor = tl.load(p_s, mask=live, other=0.0).to(tl.float32)
+    dot = tl.zeros([BLOCK_M], tl.float32)
+    for n in range(0, N, BLOCK_N):
+        o_n = n + tl.arange(0, BLOCK_N)
+        m_n = (o_n < N)[None, :]
+        m_load = live[:, None] & m_n
+        m_store = (o_m < num_rows)[:, None] & m_n
+        d = tl.load(p_g + o_n[None, :].to(OFFSET) * stride_gn, mask=m_load, other=0.0).to(tl.float32)
+        p_z = d_z + o_m[:, None].to(OFFSET) * stride_zm + o_n[None, :]
+        if not HAS_H:
+            tl.store(p_z, (d * factor[:, None]).to(d_z.dtype.element_ty), mask=m_store)
+        else:
+            p_h = h + o_m[:, None].to(OFFSET) * stride_hm + o_n[None, :]
+            z = tl.load(p_h, mask=m_load, other=0.0).to(tl.float32)
+            if GATED:
+                up = tl.load(p_h + N, mask=m_load, other=0.0).to(tl.float32)
+                d_gate, d_up, a = EPILOGUE(d * factor[:, None], z, up, P)
+                tl.store(p_z + N, tl.where(m_load, d_up, 0.0).to(d_z.dtype.element_ty), mask=m_store)
+            else:
+                d_gate, a = EPILOGUE(d * factor[:, None], z, P)
+            tl.store(p_z, tl.where(m_load, d_gate, 0.0).to(d_z.dtype.element_ty), mask=m_store)
+            if NEED_SCALE:
+                dot += tl.sum(tl.where(m_load, d * a, 0.0), 1)
+    if NEED_SCALE:
+        tl.store(d_scale + slots, dot, mask=live)
+
+
+@triton.jit
+def bias_gradient_kernel(
+    d_z, scale, d_bias, offsets, row_to_slot, top_k, N, stride_zm, stride_zn, stride_st, stride_sk, stride_be,
+    Z_ROWS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """``d_bias[expert] = sum of (scale *) d_z over its rows``, in row order."""
+    expert = tl.program_id(0)
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    end = tl.load(offsets + expert + 1)
+    acc = tl.zeros([BLOCK_N], tl.float32)
+    for r in range(tl.load(offsets + expert), end, BLOCK_R):
+        o_r = r + tl.arange(0, BLOCK_R)
+        slots = tl.load(row_to_slot + o_r, mask=o_r < end, other=-1)
+        p = d_z + find_rows(o_r, slots, top_k, Z_ROWS, OFFSET)[:, None] * stride_zm + o_n[None, :].to(OFFSET) * stride_zn
+        value = tl.load(p, mask=(slots >= 0)[:, None] & (o_n < N)[None, :], other=0.0).to(tl.float32)
+        if HAS_SCALE:
+            p_s = scale + (slots // top_k).to(OFFSET) * stride_st + (slots % top_k) * stride_sk
+            value *= tl.load(p_s, mask=slots >= 0, other=0.0).to(tl.float32)[:, None]
+        acc += tl.sum(value, 0)
+    tl.store(d_bias + expert * stride_be + o_n, acc.to(d_bias.dtype.element_ty), mask=o_n < N)

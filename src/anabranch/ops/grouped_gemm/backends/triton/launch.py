@@ -1,0 +1,193 @@
+"""Launchers of the grouped GEMM kernels: pick tiles and load paths, then run on the tensors' device."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from anabranch._backends.triton import device as on
+from anabranch._backends.triton.schedule import max_tiles, schedule
+from anabranch.epilogues import Epilogue, Identity
+from anabranch.layout import ExpertLayout
+from anabranch.ops.grouped_gemm import config as tiles
+from anabranch.ops.grouped_gemm.backends.triton import kernels
+from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, SLOT
+from anabranch.ops.grouped_gemm.call import GroupedGemmCall
+from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+
+
+@cache
+def device_code(epilogue: Epilogue) -> ModuleType | None:
+    """The module with an epilogue's device functions, or None if it has none."""
+    name = epilogue.device_code
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def parameters(epilogue: Epilogue) -> tuple[float, ...]:
+    """An epilogue's parameters in the order of its fields."""
+    return tuple(epilogue.__dict__.values())
+
+
+def refusal(dtype: torch.dtype, epilogue: Epilogue) -> str | None:
+    """Why the kernels cannot serve a dtype and an epilogue, or None if they can."""
+    if dtype == torch.float64:
+        return "it accumulates in fp32, too coarse for float64"
+    if device_code(epilogue) is None:
+        return f"the epilogue {epilogue.name} has no device code ({epilogue.device_code})"
+    return None
+
+
+def _offset_type(*values: Tensor | None) -> Any:
+    return tl.int32 if on.fits_int32(*values) else tl.int64
+
+
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    layout: ExpertLayout,
+    out: Tensor,
+    *,
+    h: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    epilogue: Epilogue = Identity(),
+    interleaved: bool = False,
+    x_rows: tl.constexpr = ROW,
+    out_rows: tl.constexpr = ROW,
+    config: GroupedGemmConfig | None = None,
+) -> None:
+    """Writes ``out[row] = scale * epilogue(x[row] @ weight[expert].T + bias[expert])``, zeros where no row goes.
+
+    weight is (E, N, K_dim), a view with any strides; h, if given, receives the pre-activation (R, N).
+    """
+    assert layout.offsets is not None
+    experts, n, k_dim = weight.shape
+    gated = epilogue.columns == 2
+    columns = n // epilogue.columns
+    limit = on.shared_memory_limit(x.device)
+    direct = x_rows is ROW
+    rows = layout.num_rows / experts
+    config = config or tiles.heuristic(rows, n, x.dtype, limit, gather=not direct, gated=gated)
+    k_major = weight.stride(2) == 1 or weight.stride(1) != 1
+    width = config.block_n // epilogue.columns
+    w_arg: Any = weight
+    w_tma = on.tma_refusal(weight if k_major else weight.mT) is None
+    if w_tma:
+        source, block = (
+            (weight, [1, config.block_n if interleaved or not gated else width, config.block_k])
+            if k_major
+            else (weight.mT, [1, config.block_k, config.block_n if interleaved or not gated else width])
+        )
+        w_arg = TensorDescriptor(source, list(source.shape), list(source.stride()), block)
+    x_arg: Any = x
+    x_tma = direct and on.tma_refusal(x) is None
+    if x_tma:
+        x_arg = TensorDescriptor(x, list(x.shape), list(x.stride()), [config.block_m, config.block_k])
+    table = schedule(layout.offsets, layout.num_rows, config.block_m)
+    size = max_tiles(layout.num_rows, experts, config.block_m)
+    code = device_code(epilogue)
+    assert code is not None
+    with on.current(x.device):
+        kernels.forward_kernel[(min(on.num_sms(x.device), max(1, size * triton.cdiv(columns, width))),)](
+            x_arg, w_arg, out, h, bias, scale, layout.offsets, layout.row_to_slot, layout.slot_to_row, table,
+            size, layout.num_rows, layout.slot_to_row.numel(), experts, layout.top_k, columns, k_dim,
+            *x.stride(), *weight.stride(), *out.stride(), 0 if h is None else h.stride(0),
+            *((0, 0) if bias is None else bias.stride()), *((0, 0) if scale is None else scale.stride()),
+            EPILOGUE=code.forward, P=parameters(epilogue), GATED=gated, INTERLEAVED=interleaved,
+            X_ROWS=x_rows, OUT_ROWS=out_rows, HAS_BIAS=bias is not None, HAS_SCALE=scale is not None,
+            KEEP_H=h is not None, X_TMA=x_tma, W_TMA=w_tma, K_MAJOR=k_major, EVEN_K=k_dim % config.block_k == 0,
+            PRECISION=on.input_precision(x.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k, GROUP_M=config.group_m, OFFSET=_offset_type(x, weight[:1], out, h, scale),
+            FLATTEN=config.flatten, num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+
+def weight_gradient(
+    d_z: Tensor,
+    x: Tensor,
+    layout: ExpertLayout,
+    d_weight: Tensor,
+    *,
+    z_rows: tl.constexpr,
+    x_rows: tl.constexpr,
+    config: GroupedGemmConfig | None = None,
+) -> None:
+    """Writes ``d_weight[expert] = d_z[rows].T @ x[rows]`` into an (E, N, K_dim) view, zeros for an empty expert."""
+    assert layout.offsets is not None
+    experts, n, k_dim = d_weight.shape
+    if d_weight.numel() == 0:
+        return
+    limit = on.shared_memory_limit(x.device)
+    config = config or tiles.heuristic_weight_gradient(layout.num_rows / experts, x.dtype, limit)
+    work = experts * triton.cdiv(n, config.block_n) * triton.cdiv(k_dim, config.block_k)
+    arguments = []
+    used = []
+    for value, rows, block in ((d_z, z_rows, config.block_n), (x, x_rows, config.block_k)):
+        tma = rows is ROW and on.tma_refusal(value) is None
+        arguments.append(_ragged(value, [config.block_m, block]) if tma else value)
+        used.append(tma)
+    with on.current(x.device):
+        kernels.weight_gradient_kernel[(work,)](
+            *arguments, d_weight, layout.offsets, layout.row_to_slot, experts, layout.top_k, n, k_dim,
+            *d_z.stride(), *x.stride(), *d_weight.stride(),
+            Z_ROWS=z_rows, X_ROWS=x_rows, Z_TMA=used[0], X_TMA=used[1], PRECISION=on.input_precision(x.dtype),
+            BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_R=config.block_m, GROUP_M=config.group_m,
+            OFFSET=_offset_type(d_z, x, d_weight[:1]), num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+
+def _ragged(value: Tensor, block: list[int]) -> TensorDescriptor:
+    """A descriptor of rows that stops at a row given with the coordinates (as triton.tools.ragged_tma explains)."""
+    step = value.stride(0)
+    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, value.shape[1]]
+    return TensorDescriptor(value, shape, [2**34 - step, step, step, 1], [1, 1, *block])
+
+
+def pre_activation_gradient(
+    call: GroupedGemmCall, grad: Tensor, h: Tensor | None, d_scale: Tensor | None
+) -> Tensor:
+    """d_z (R, N), zeros where no slot is, and ``d_scale`` (T, K) fp32 at the live slots if given."""
+    layout = call.layout
+    assert layout.offsets is not None
+    columns = call.out_columns
+    d_z = call.x.new_empty(layout.num_rows, call.weight_nk.shape[1])
+    code = device_code(call.epilogue)
+    assert code is not None
+    block_m, block_n = 16, min(256, triton.next_power_of_2(max(columns, 16)))
+    if d_z.numel() == 0:
+        return d_z
+    with on.current(call.device):
+        kernels.pre_activation_gradient_kernel[(triton.cdiv(layout.num_rows, block_m),)](
+            grad, h, call.scale, d_z, d_scale, layout.offsets, layout.row_to_slot, layout.num_rows,
+            layout.offsets.shape[0] - 1, layout.top_k, columns, *grad.stride(), 0 if h is None else h.stride(0),
+            *((0, 0) if call.scale is None else call.scale.stride()), d_z.stride(0),
+            EPILOGUE=code.backward, P=parameters(call.epilogue), GATED=call.epilogue.columns == 2,
+            GRAD_ROWS=SLOT if call.scatter else ROW, HAS_H=h is not None, HAS_SCALE=call.scale is not None,
+            NEED_SCALE=d_scale is not None, BLOCK_M=block_m, BLOCK_N=block_n,
+            OFFSET=_offset_type(grad, h, d_z, call.scale), num_warps=4,
+        )  # fmt: skip
+    return d_z
+
+
+def bias_gradient(
+    d_z: Tensor, layout: ExpertLayout, d_bias: Tensor, *, z_rows: tl.constexpr, scale: Tensor | None = None
+) -> None:
+    """Writes ``d_bias[expert] = sum of (scale *) d_z over its rows``, (E, N)."""
+    experts, n = d_bias.shape
+    if d_bias.numel() == 0:
+        return
+    block = min(128, triton.next_power_of_2(n))
+    with on.current(d_z.device):
+        kernels.bias_gradient_kernel[(experts, triton.cdiv(n, block))](
+            d_z, scale, d_bias, layout.offsets, layout.row_to_slot, layout.top_k, n, *d_z.stride(),
+            *((0, 0) if scale is None else scale.stride()), d_bias.stride(0),
+            Z_ROWS=z_rows, HAS_SCALE=scale is not None, BLOCK_R=32, BLOCK_N=block, OFFSET=_offset_type(d_z), num_warps=4,
+        )  # fmt: skip

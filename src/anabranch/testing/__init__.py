@@ -1,0 +1,24 @@
+"""What tests and benchmarks share: inputs, error budgets, hostile memory, backends broken on purpose.
+
+torch and the standard library only. Nothing a user's program needs imports it.
+"""
+
+from anabranch.testing.backends import usable_backends
+from anabranch.testing.budget import assert_component_wise, assert_same, assert_within_budget
+from anabranch.testing.inputs import ROUTINGS, STRIDES, empty_patterns, randn, routing, strided
+from anabranch.testing.memory import guard_band, poison
+
+__all__ = [
+    "ROUTINGS",
+    "STRIDES",
+    "assert_component_wise",
+    "assert_same",
+    "assert_within_budget",
+    "empty_patterns",
+    "guard_band",
+    "poison",
+    "randn",
+    "routing",
+    "strided",
+    "usable_backends",
+]

@@ -1,0 +1,93 @@
+"""Compiling the Triton kernels of a call ahead of time, for a GPU that need not be there.
+
+Inside :func:`compiling`, operations on CPU tensors launch nothing: each launch compiles its kernel for the target with the very
+arguments, tiles and load paths that the launcher chose, and what the compiler says of it is collected.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from anabranch._backends.triton import device
+
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
+"""Bytes of shared memory a program may have, by compute capability (CUDA C++ Programming Guide, table of technical specifications)."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as compiled: its name and constants, and what it takes of a multiprocessor."""
+
+    name: str
+    constants: dict[str, Any]
+    num_warps: int
+    registers: int | None
+    spilled_bytes: int | None
+    shared_bytes: int
+
+
+@contextmanager
+def compiling(arch: int) -> Iterator[list[Compiled]]:
+    """Compiles launches for compute capability ``arch`` (80, 90, 100) instead of running them."""
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    found: list[Compiled] = []
+    seen: set[str] = set()
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        binder = create_function_from_signature(self.signature, self.params, backend)
+        bound, specialization, options = binder(*args, **kwargs)
+        options, signature, constants, attributes = self._pack_args(
+            backend, options, bound, specialization, options
+        )
+        source = ASTSource(self, signature, constants, attributes)
+        key = source.hash() + str(options)
+        if key in seen:
+            return
+        seen.add(key)
+        kernel = triton.compile(source, target=target, options=options.__dict__)
+        registers, spilled = resources(kernel.asm["cubin"])
+        named = {self.arg_names[path[0]]: value for path, value in constants.items()}
+        found.append(
+            Compiled(self.fn.__name__, named, options.num_warps, registers, spilled, kernel.metadata.shared)
+        )
+
+    with (
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(device, "capability", lambda _: divmod(arch, 10)),
+        mock.patch.object(device, "num_sms", lambda _: 132),
+        mock.patch.object(device, "shared_memory_limit", lambda _: SHARED_MEMORY[arch]),
+    ):
+        yield found
+
+
+def resources(cubin: bytes) -> tuple[int | None, int | None]:
+    """(registers a thread, bytes spilled to local memory) of a compiled kernel, by cuobjdump; None where it is missing."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    found = str(tool) if tool.exists() else shutil.which("cuobjdump")
+    if not found:
+        return None, None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [found, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack, local = (re.search(rf"{word}:(\d+)", text) for word in ("REG", "STACK", "LOCAL"))
+    if registers is None:
+        return None, None
+    return int(registers[1]), sum(int(m[1]) for m in (stack, local) if m)

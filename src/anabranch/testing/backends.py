@@ -1,0 +1,21 @@
+"""Which backends a test can run here."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from anabranch.dispatch import ORDER, probe
+
+__all__ = ["usable_backends"]
+
+
+def usable_backends(op: str, device: torch.device | str = "cpu") -> list[str]:
+    """The backends of an op that run on a device here, the reference last. For parametrizing tests."""
+    device = torch.device(device)
+    return [
+        name
+        for name in ORDER
+        if probe(name, device) is None and importlib.util.find_spec(f"anabranch.ops.{op}.backends.{name}")
+    ] + ["reference"]
