@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from anabranch.errors import ArgumentError, UnsupportedError
+from anabranch.ops.checks import autocasts
 
 ORDER = ("hopper", "triton", "eager")
 """Backends in the order that ``backend=None`` tries them."""
@@ -113,7 +114,7 @@ def choose(op: str, call: Call, backend: str | None) -> Choice:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Inside an operator the casts are made already: what it calls must not cast again."""
-    if torch.is_autocast_enabled(device.type):
+    if autocasts(device):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

@@ -7,11 +7,20 @@ def _message(op: str, argument: str, expected: str, got: object) -> str:
     return f"{op}: {argument}: expected {expected}, got {got}"
 
 
+def _again(cls: type[Exception], message: str) -> Exception:
+    error = cls.__new__(cls, message)
+    error.args = (message,)
+    return error
+
+
 class ArgumentError(ValueError):
     """An argument has a wrong value or shape, whatever the backend."""
 
     def __init__(self, op: str, argument: str, *, expected: str, got: object) -> None:
         super().__init__(_message(op, argument, expected, got))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (type(self), str(self))
 
 
 class ArgumentTypeError(TypeError):
@@ -20,9 +29,15 @@ class ArgumentTypeError(TypeError):
     def __init__(self, op: str, argument: str, *, expected: str, got: object) -> None:
         super().__init__(_message(op, argument, expected, got))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (type(self), str(self))
+
 
 class UnsupportedError(NotImplementedError):
     """The call is well formed, but what was asked for cannot serve it here."""
 
     def __init__(self, op: str, argument: str, *, expected: str, got: object) -> None:
         super().__init__(_message(op, argument, expected, got))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (type(self), str(self))

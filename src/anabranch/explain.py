@@ -79,7 +79,9 @@ def _saved_bytes(fn: Callable[..., Any], args: Any, kwargs: Any) -> int:
         return value
 
     mode = FakeTensorMode()
-    args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+    args, kwargs = tree_map_only(
+        Tensor, lambda v: mode.from_tensor(v.detach()).requires_grad_(v.requires_grad), (args, kwargs)
+    )
     given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
     with mode, torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
         result = fn(*args, **kwargs)

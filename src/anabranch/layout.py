@@ -23,7 +23,8 @@ class ExpertLayout:
 
     Contract, kept by every operation: an id outside ``[0, E)`` is dropped (no row, output 0, gradient 0); the
     same expert twice for one token adds up; rows from ``offsets[E]`` on are written as zeros; counts that
-    claim more rows than there are never cause an access out of bounds.
+    claim more rows than there are never cause an access out of bounds. A row has at most one slot and a slot
+    at most one row: of several that claim one place in a map given to a constructor, the last keeps it.
 
     Attributes:
         counts: (E,) int32, rows of each expert; None in a layout of maps alone.

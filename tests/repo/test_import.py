@@ -64,7 +64,9 @@ ALL = """
 import importlib, pkgutil
 import anabranch
 
-optional = ("anabranch.cli", "anabranch.interop", "anabranch._backends")
+optional = (
+    "anabranch.cli", "anabranch.interop", "anabranch._backends.triton", "anabranch.epilogues.device", "anabranch.testing.aot",
+)
 for module in pkgutil.walk_packages(anabranch.__path__, "anabranch.", onerror=lambda name: None):
     if module.name.startswith(optional) or module.name.split(".")[-1] in ("triton", "hopper"):
         continue

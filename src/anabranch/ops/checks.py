@@ -86,10 +86,15 @@ def no_config(op: str, config: object) -> None:
         raise UnsupportedError(op, "config", expected="None (no backend here has tiles)", got=repr(config))
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for a device; a kind of device that knows none (meta) has it off."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def cast_like_matmul(*values: Tensor | None) -> tuple[Tensor | None, ...]:
     """Under autocast, casts floating tensors (but fp64) as torch.matmul's operands are cast."""
     first = next((v for v in values if isinstance(v, Tensor)), None)
-    if first is None or not torch.is_autocast_enabled(first.device.type):
+    if first is None or not autocasts(first.device):
         return values
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(

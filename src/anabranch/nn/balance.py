@@ -1,0 +1,57 @@
+"""How evenly a router spreads tokens: counts, and losses that keep it even and its logits small."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from anabranch.layout import ExpertLayout
+from anabranch.ops import checks
+
+if TYPE_CHECKING:
+    from anabranch.nn.router import Routing
+
+
+def expert_counts(routing: Routing) -> Tensor:
+    """(E,) int32, how many tokens chose each expert."""
+    counts = ExpertLayout.from_topk(routing.ids, routing.logits.shape[-1]).counts
+    assert counts is not None
+    return counts
+
+
+def load_balance_loss(routing: Routing, *, score: str = "softmax") -> Tensor:
+    """``E * sum_e f_e * P_e``, a scalar that is K where every expert gets as much as any other.
+
+    f_e is the number of tokens that chose e divided by T, so the f add up to K; P_e is the mean over tokens
+    of expert e's score, the scores of a token adding up to 1. Only P has a gradient. This is equations 4 to
+    6 of Switch Transformers (Fedus et al. 2021), extended to K > 1 as Mixtral's in transformers is, so that
+    published coefficients carry over; divide by K for a loss that is 1 at balance. Without tokens it is 0.
+
+    Args:
+        routing: of T tokens, from :class:`anabranch.nn.Router`.
+        score: ``"softmax"`` of the logits, or ``"sigmoid"`` divided by its sum over E (DeepSeek-V3,
+            equations 17 to 20).
+    """
+    checks.choice("load_balance_loss", "score", score, ("softmax", "sigmoid"))
+    logits = routing.logits
+    tokens, experts = logits.shape
+    if score == "softmax":
+        scores = logits.softmax(-1)
+    else:
+        scores = logits.sigmoid()
+        scores = scores / scores.sum(-1, keepdim=True)
+    share = expert_counts(routing).to(scores.dtype) / max(tokens, 1)
+    return experts * (share * scores.sum(0)).sum() / max(tokens, 1)
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """``mean_t(logsumexp_e(logits[t, e]) ** 2)``, which keeps logits small (ST-MoE, Zoph et al. 2022).
+
+    Args:
+        logits: (T, E), those of a :class:`anabranch.nn.Routing`. Without tokens the loss is 0.
+    """
+    checks.tensor("z_loss", "logits", logits, "(T, E)", checks.FLOATS)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide).logsumexp(-1).square().sum() / max(logits.shape[0], 1)

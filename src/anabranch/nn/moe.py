@@ -1,0 +1,130 @@
+"""MoE: a whole mixture-of-experts layer."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from anabranch.epilogues import Epilogue
+from anabranch.errors import ArgumentError, ArgumentTypeError
+from anabranch.nn.experts import Experts
+from anabranch.nn.router import Router, Routing
+from anabranch.nn.shared_expert import SharedExpert
+
+
+class MoE(nn.Module):
+    """Routes each token through K of E experts, and through a shared one if there is any, and sums.
+
+    The router and the experts have options of their own. A plain softmax router and plain experts are made
+    here; to set an option, make the part and hand it over::
+
+        MoE(2048, 768, 128, 8, router=Router(2048, 128, 8, renormalize=True))
+
+    Nothing is kept between calls: for the balancing losses and :meth:`Router.update_selection_bias` ask the
+    forward for its routing.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I of the routed experts.
+        num_experts: E.
+        top_k: K.
+        router: a :class:`Router` of these sizes; None makes ``Router(hidden_size, num_experts, top_k)``.
+        experts: :class:`Experts` of these sizes; None makes them with ``activation`` and ``backend``.
+        shared_intermediate_size: I of the :class:`SharedExpert`; None for no shared expert.
+        shared_gate: weight the shared expert's result by a sigmoid of each token.
+        activation: of the experts made here, routed and shared.
+        backend: of the routed experts made here.
+        device: where the parameters made here live.
+        dtype: theirs.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        router: Router | None = None,
+        experts: Experts | None = None,
+        shared_intermediate_size: int | None = None,
+        shared_gate: bool = False,
+        activation: str | Epilogue = "swiglu",
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if shared_gate and shared_intermediate_size is None:
+            raise ArgumentError(
+                "MoE", "shared_gate", expected="a shared_intermediate_size beside it", got="none"
+            )
+        self.hidden_size = hidden_size
+        if router is None:
+            router = Router(hidden_size, num_experts, top_k, device=device, dtype=dtype)
+        else:
+            sizes = dict(hidden_size=hidden_size, num_experts=num_experts, top_k=top_k)
+            _check_part("router", router, Router, sizes)
+        if experts is None:
+            experts = Experts(
+                num_experts,
+                hidden_size,
+                intermediate_size,
+                activation=activation,
+                backend=backend,
+                device=device,
+                dtype=dtype,
+            )
+        else:
+            sizes = dict(
+                hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts
+            )
+            _check_part("experts", experts, Experts, sizes)
+        shared = None
+        if shared_intermediate_size is not None:
+            shared = SharedExpert(
+                hidden_size,
+                shared_intermediate_size,
+                activation=activation,
+                gate=shared_gate,
+                device=device,
+                dtype=dtype,
+            )
+        self.router, self.experts, self.shared = router, experts, shared
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters of all parts anew."""
+        for part in (self.router, self.experts, self.shared):
+            if part is not None:
+                part.reset_parameters()
+
+    @overload
+    def forward(self, x: Tensor, *, return_routing: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, *, return_routing: Literal[True]) -> tuple[Tensor, Routing]: ...
+
+    def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, Routing]:
+        """x (..., H) to a tensor of its shape, and with ``return_routing`` the :class:`Routing` as well."""
+        if x.shape[-1] != self.hidden_size:
+            expected = f"shape (..., H) with H = {self.hidden_size}"
+            raise ArgumentError("MoE", "x", expected=expected, got=f"shape {tuple(x.shape)}")
+        tokens = x.reshape(-1, self.hidden_size)
+        routing = self.router(tokens)
+        y = self.experts(tokens, routing.ids, routing.weights)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        y = y.view(x.shape)
+        return (y, routing) if return_routing else y
+
+
+def _check_part(argument: str, part: object, kind: type[nn.Module], sizes: dict[str, int]) -> None:
+    if not isinstance(part, kind):
+        raise ArgumentTypeError(
+            "MoE", argument, expected=f"None or a {kind.__name__}", got=type(part).__name__
+        )
+    for name, size in sizes.items():
+        if getattr(part, name) != size:
+            expected = f"one with {name} = {size}"
+            raise ArgumentError("MoE", argument, expected=expected, got=f"{name} = {getattr(part, name)}")

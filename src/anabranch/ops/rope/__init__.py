@@ -1,0 +1,1 @@
+"""Rotary position embeddings, with one position a token (rope) or three (mrope)."""

@@ -1,0 +1,1 @@
+"""How vectors are rotated."""

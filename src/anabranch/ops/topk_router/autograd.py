@@ -1,0 +1,90 @@
+"""torch.library operators of topk_router: schema, fake kernel and gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.dispatch import choose, without_autocast
+from anabranch.ops.second_order import refuse_second_derivative
+from anabranch.ops.topk_router.call import OP, TopkRouterCall
+
+_OPTIONS = (
+    "SymInt k, str score, str order, bool renormalize, SymInt num_groups, SymInt top_groups, "
+    "float scaling, str? backend"
+)
+
+
+def topk_router(call: TopkRouterCall) -> tuple[Tensor, Tensor]:
+    """Runs a call through its operator."""
+    return topk_router_forward(call.logits, call.bias, *_options(call))
+
+
+def _options(call: TopkRouterCall) -> tuple[Any, ...]:
+    return (
+        call.k,
+        call.score,
+        call.order,
+        call.renormalize,
+        call.num_groups,
+        call.top_groups,
+        call.scaling,
+        call.backend,
+    )
+
+
+def _forward(logits: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    call = TopkRouterCall(logits, bias, *options)
+    with without_autocast(call.device):
+        return choose(OP, call, call.backend).module.forward(call)
+
+
+def _forward_fake(logits: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    call = TopkRouterCall(logits, bias, *options)
+    sizes = (logits.shape[0], call.k)
+    return logits.new_empty(sizes, dtype=call.wide), logits.new_empty(sizes, dtype=torch.int64)
+
+
+def _backward(grad: Tensor, logits: Tensor, ids: Tensor, *options: Any) -> Tensor:
+    call = TopkRouterCall(logits, None, *options)
+    with without_autocast(call.device):
+        return choose(OP, call, call.backend).module.backward(call, ids, grad)
+
+
+def _backward_fake(grad: Tensor, logits: Tensor, ids: Tensor, *options: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # The ids are enough: the scores of the few chosen are cheap to take again from the logits.
+    ctx.set_materialize_grads(False)
+    logits, _, *ctx.options = inputs
+    ctx.save_for_backward(logits, output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    others = [None] * (1 + len(ctx.options))
+    if grad is None or not ctx.needs_input_grad[0]:
+        return None, *others
+    return topk_router_backward(grad, *ctx.saved_tensors, *ctx.options), *others
+
+
+topk_router_forward = torch.library.custom_op(
+    "anabranch::topk_router",
+    _forward,
+    mutates_args=(),
+    schema=f"(Tensor logits, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+topk_router_forward.register_fake(_forward_fake)
+topk_router_forward.register_autograd(_differentiate, setup_context=_save)
+
+topk_router_backward = torch.library.custom_op(
+    "anabranch::topk_router_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor logits, Tensor ids, {_OPTIONS}) -> Tensor",
+)
+topk_router_backward.register_fake(_backward_fake)
+refuse_second_derivative(topk_router_backward, OP)

@@ -1,0 +1,158 @@
+"""rope in the memory of q and k."""
+
+import pytest
+import torch
+
+from anabranch.errors import ArgumentError
+from anabranch.ops.rope.api import mrope, rope
+from anabranch.ops.rope.overlap import overlap, overlaps_itself
+from anabranch.testing import assert_same, guard_band, randn, strided, usable_backends
+
+BACKENDS = usable_backends("rope")
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@every_backend
+@pytest.mark.parametrize("pairing", ["half", "adjacent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "padded", "every_second"])
+def test_same_bits(backend, pairing, dtype, layout):
+    cos, sin = randn(2, 5, 8), randn(2, 5, 8)
+    q, k = (strided(randn(2, h, 5, 18, dtype=dtype), layout) for h in (3, 1))
+    kept = q.clone()
+    options = dict(rotary_dim=16, pairing=pairing, backend=backend)
+    expected = rope(q, k, cos, sin, **options)
+    versions = q._version, k._version
+    outs = rope(q, k, cos, sin, inplace=True, **options)
+    assert outs[0] is q
+    assert outs[1] is k
+    assert q._version > versions[0]
+    assert k._version > versions[1]
+    assert not torch.equal(q, kept)
+    for x, y in zip((q, k), expected, strict=True):
+        assert_same(x, y)
+
+
+@every_backend
+def test_q_alone_and_rows(backend):
+    cos, sin = randn(3, 2, 5, 8), randn(3, 2, 5, 8)
+    q = randn(2, 5, 3, 8)
+    options = dict(sections=[1, 2, 1], head_axis=2, backend=backend)
+    expected, _ = mrope(q, None, cos, sin, **options)
+    out, none = mrope(q, None, cos, sin, inplace=True, **options)
+    assert out is q
+    assert none is None
+    assert_same(q, expected)
+
+
+@every_backend
+def test_positions_outside_stay(backend):
+    q = randn(2, 3, 4, 8)
+    cos, sin = randn(3, 8), randn(3, 8)
+    positions = torch.tensor([[0, -1, 2, 3], [1, 2, 100, 0]])
+    expected, _ = rope(q, None, cos, sin, positions=positions, backend=backend)
+    kept = q.clone()
+    rope(q, None, cos, sin, positions=positions, inplace=True, backend=backend)
+    assert_same(q, expected)
+    assert_same(q[0, :, 1], kept[0, :, 1])
+
+
+@every_backend
+def test_guard_bands(backend):
+    buffer, check = guard_band((6, 32), torch.float32, columns=8)
+    buffer.copy_(randn(6, 32))
+    q = buffer.unflatten(1, (4, 8))
+    cos, sin = randn(6, 4), randn(6, 4)
+    expected, _ = rope(q, None, cos, sin, rotary_dim=8, backend=backend)
+    rope(q, None, cos, sin, inplace=True, backend=backend)
+    check()
+    assert_same(q, expected)
+
+
+@every_backend
+def test_views_of_one_projection(backend):
+    qkv = randn(2, 5, 6, 8)
+    cos, sin = randn(2, 5, 8), randn(2, 5, 8)
+    expected = rope(qkv[:, :, :3], qkv[:, :, 3:5], cos, sin, head_axis=2, backend=backend)
+    v = qkv[:, :, 5:].clone()
+    rope(qkv[:, :, :3], qkv[:, :, 3:5], cos, sin, head_axis=2, inplace=True, backend=backend)
+    assert_same(qkv, torch.cat((*expected, v), 2))
+
+
+@every_backend
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_refuses_expanded(backend, name):
+    x = {"q": randn(2, 3, 5, 8), "k": randn(2, 3, 5, 8)}
+    x[name] = randn(2, 1, 5, 8).expand(2, 3, 5, 8)
+    kept = x[name].clone()
+    with pytest.raises(ArgumentError, match=f"rope: {name}: expected no two elements in one place"):
+        rope(**x, cos=randn(5, 8), sin=randn(5, 8), inplace=True, backend=backend)
+    assert_same(x[name], kept)
+
+
+@every_backend
+def test_refuses_shared_memory(backend):
+    x = randn(2, 5, 4, 8)
+    cos, sin = randn(2, 5, 8), randn(2, 5, 8)
+    with pytest.raises(ArgumentError, match="rope: k: expected memory apart from q, with inplace"):
+        rope(x, x, cos, sin, head_axis=2, inplace=True, backend=backend)
+    with pytest.raises(ArgumentError, match="rope: k: expected memory apart from q, with inplace"):
+        rope(x[:, :, :3], x[:, :, 2:], cos, sin, head_axis=2, inplace=True, backend=backend)
+    with pytest.raises(ArgumentError, match="rope: q: expected memory apart from sin"):
+        rope(x[:, :, :2], None, cos, x[:, :, 3].squeeze(), head_axis=2, inplace=True, backend=backend)
+
+
+@every_backend
+def test_refuses_gradients(backend):
+    q, cos = randn(2, 3, 5, 8).requires_grad_(), randn(5, 8)
+    message = "rope: inplace: expected no tensor that requires grad"
+    with pytest.raises(ArgumentError, match=message):
+        rope(q, None, cos, cos, inplace=True, backend=backend)
+    with pytest.raises(ArgumentError, match=message):
+        rope(q.detach(), q, cos, cos, inplace=True, backend=backend)
+    with torch.no_grad():
+        rope(q, None, cos, cos, inplace=True, backend=backend)
+
+
+def addresses(tensor):
+    index = torch.arange(tensor.storage_offset(), tensor.storage_offset() + 1)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        index = (index.unsqueeze(-1) + torch.arange(size) * stride).reshape(-1)
+    return index.tolist()
+
+
+def test_overlap_against_enumeration():
+    """Random views of one buffer: the answer of the search is that of listing every address."""
+    buffer = torch.zeros(400)
+    found = {True: 0, False: 0}
+    for _ in range(400):
+        views = []
+        for _ in range(2):
+            strides = [[48, 12, 4, 1], [12, 48, 1, 4], [24, 6, 2, 1], [1, 4, 12, 48], [60, 7, 3, 2]]
+            size = torch.randint(1, 4, (4,)).tolist()
+            stride = strides[int(torch.randint(5, (1,)))]
+            views.append(buffer.as_strided(size, stride, int(torch.randint(0, 100, (1,)))))
+        a, b = views
+        if any(len(set(addresses(v))) != v.numel() for v in views):
+            continue
+        shared = bool(set(addresses(a)) & set(addresses(b)))
+        assert overlap(a, b) == shared, (a.shape, a.stride(), b.shape, b.stride())
+        found[shared] += 1
+    assert min(found.values()) > 50
+
+
+VIEWS = {
+    "whole": (lambda x: x, False),
+    "transposed": (lambda x: x.transpose(0, 2), False),
+    "slices": (lambda x: x[:, ::2, 1:3], False),
+    "expanded": (lambda x: x[:1].expand(3, -1, -1), True),
+    "empty": (lambda x: x[:0].expand(3, 0, 4, 4), False),
+    "windows": (lambda x: x.reshape(-1).unfold(0, 8, 4), True),
+    "pieces": (lambda x: x.reshape(-1).unfold(0, 8, 8), False),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_overlap_inside(name):
+    view, inside = VIEWS[name]
+    assert overlaps_itself(view(torch.zeros(3, 4, 4))) == inside
