@@ -1,7 +1,6 @@
 """What every backend of grouped_gemm must pass: one function a property, each fails with AssertionError.
 
-:data:`CHECKS` has them by name; all take a backend's name, a dtype and a device. The named shapes are checked
-one by one with :func:`check_case`.
+:data:`CHECKS` has them by name. The named shapes are checked one by one with :func:`check_case`.
 """
 
 from __future__ import annotations
@@ -179,8 +178,19 @@ def square_and_half_square_weights(backend: str, dtype: torch.dtype, device: Dev
 @_check
 def sizes_that_no_tile_divides(backend: str, dtype: torch.dtype, device: Device) -> None:
     """N and K_dim of real models and odd ones."""
-    for N, K_dim in ((64, 72), (72, 192), (320, 64), (1408, 64), (64, 1856), (8, 1025), (2, 1), (256, 16)):
-        problem = make(dtype, device, _sorted_ids([2, 0, 3], 5), 3, N, K_dim, Flags(bias=True))
+    for N, K_dim in (
+        (64, 72),
+        (72, 192),
+        (320, 64),
+        (1408, 64),
+        (64, 1856),
+        (1025, 8),
+        (8, 1025),
+        (2, 1),
+        (256, 16),
+    ):
+        flags = Flags(bias=True, transpose_weight=K_dim == 1025)
+        problem = make(dtype, device, _sorted_ids([2, 0, 3], 5), 3, N, K_dim, flags)
         solve(backend, problem, f"N = {N}, K_dim = {K_dim}")
 
 

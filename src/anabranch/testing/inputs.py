@@ -77,24 +77,35 @@ def randn(
     return (scale * torch.randn(*shape, dtype=torch.float64, generator=generator)).to(device, dtype)
 
 
+def _gap(value: Tensor) -> float:
+    return math.nan if value.is_floating_point() else 2**30
+
+
 def _transposed(value: Tensor) -> Tensor:
     return value.mT.contiguous().mT if value.dim() > 1 else _every_second(value)
 
 
 def _offset(value: Tensor) -> Tensor:
-    buffer = value.new_full((value.numel() + 3,), math.nan)
+    buffer = value.new_full((value.numel() + 3,), _gap(value))
     view = buffer[3:].view(value.shape)
     return view.copy_(value)
 
 
 def _padded(value: Tensor) -> Tensor:
-    buffer = value.new_full((*value.shape[:-1], value.shape[-1] + 5), math.nan)
+    buffer = value.new_full((*value.shape[:-1], value.shape[-1] + 5), _gap(value))
     return buffer[..., : value.shape[-1]].copy_(value)
 
 
 def _every_second(value: Tensor) -> Tensor:
-    buffer = value.new_full((*value.shape[:-1], 2 * value.shape[-1] + 1), math.nan)
+    buffer = value.new_full((*value.shape[:-1], 2 * value.shape[-1] + 1), _gap(value))
     return buffer[..., 1::2].copy_(value)
+
+
+def _every_second_row(value: Tensor) -> Tensor:
+    if value.dim() < 2:
+        return _every_second(value)
+    buffer = value.new_full((*value.shape[:-2], 2 * value.shape[-2] + 1, value.shape[-1]), _gap(value))
+    return buffer[..., 1::2, :].copy_(value)
 
 
 def _expanded(value: Tensor) -> Tensor:
@@ -111,10 +122,11 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
     "offset": _offset,
     "padded": _padded,
     "every_second": _every_second,
+    "every_second_row": _every_second_row,
     "expanded": _expanded,
     "expanded_columns": _expanded_columns,
 }
-"""Memory layouts by name. The gaps of a layout hold NaN, so that reading one shows."""
+"""Memory layouts by name. The gaps of a layout hold NaN, or 2**30 if it is of integers."""
 
 
 def strided(value: Tensor, layout: str) -> Tensor:

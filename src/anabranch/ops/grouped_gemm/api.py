@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from anabranch.dispatch import without_autocast
 from anabranch.epilogues import Epilogue
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm import autograd, reference
@@ -73,5 +74,6 @@ def grouped_gemm(
         config=config,
     )
     if backend == "reference":
-        return reference.grouped_gemm(call)
+        with without_autocast(call.device):
+            return reference.grouped_gemm(call)
     return autograd.grouped_gemm(call)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anabranch.ops.grouped_gemm.call import GroupedGemmCall
+from anabranch.ops import checks
+from anabranch.ops.grouped_gemm.call import OP, GroupedGemmCall
 
 
 def grouped_gemm(call: GroupedGemmCall) -> Tensor:
@@ -28,4 +29,7 @@ def grouped_gemm(call: GroupedGemmCall) -> Tensor:
             y = y * call.scale.reshape(-1, 1)[slots].to(wide)
         out = out.index_put((slots if call.scatter else rows,), y)
     out = out.to(call.dtype)
-    return out if call.out is None else call.out.copy_(out)
+    if call.out is None:
+        return out
+    checks.no_overlap(OP, "out", call.out, x=call.x, weight=call.weight, bias=call.bias, scale=call.scale)
+    return call.out.copy_(out)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from anabranch.dispatch import without_autocast
 from anabranch.epilogues import Epilogue
 from anabranch.ops.moe_mlp import autograd, reference
 from anabranch.ops.moe_mlp.call import bind_moe_mlp
@@ -78,5 +79,6 @@ def moe_mlp(
         backend=backend,
     )
     if backend == "reference":
-        return reference.moe_mlp(call)
+        with without_autocast(call.device):
+            return reference.moe_mlp(call)
     return autograd.moe_mlp(call)

@@ -73,9 +73,10 @@ def backward(
     need_x, need_weight, need_bias, need_scale = needs
     x_rows = layout.slot_to_row.numel() if call.gather else layout.num_rows
     d_x = grad.new_zeros(x_rows, call.x.shape[1]) if need_x else None
-    d_weight = torch.zeros_like(call.weight, memory_format=torch.contiguous_format) if need_weight else None
-    d_bias = torch.zeros_like(call.bias, dtype=acc) if need_bias and call.bias is not None else None
-    d_scale = torch.zeros_like(call.scale, dtype=acc) if need_scale and call.scale is not None else None
+    # Contiguous whatever the inputs' strides are, as the fake kernel says.
+    d_weight = grad.new_zeros(call.weight.shape) if need_weight else None
+    d_bias = grad.new_zeros(call.bias.shape, dtype=acc) if need_bias and call.bias is not None else None
+    d_scale = grad.new_zeros(call.scale.shape, dtype=acc) if need_scale and call.scale is not None else None
 
     for expert, rows, slots in experts(layout):
         d_y = grad[slots if call.scatter else rows]

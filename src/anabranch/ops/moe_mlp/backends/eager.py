@@ -1,4 +1,4 @@
-"""moe_mlp in plain PyTorch: expert by expert, so that an expert's rows stay in cache from gather to scatter."""
+"""moe_mlp in plain PyTorch: block by block of experts, so that rows stay in cache from gather to product."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anabranch.ops.grouped_gemm.backends.eager import experts, is_full, wide
+from anabranch._backends.eager import Block, Scratch, Walk, gather, matmul_nt, wide
 from anabranch.ops.moe_mlp.call import MoeMlpCall
 
 Gradients = tuple[Tensor | None, ...]
@@ -20,114 +20,144 @@ def supports(call: MoeMlpCall) -> str | None:
 
 def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
     """Writes the output, and the pre-activation if ``h`` is given."""
-    layout = call.layout
-    assert layout is not None
-    acc = wide(call.dtype)
-    y = call.x.new_empty(layout.num_rows, call.x.shape[1])
-    if not is_full(layout):
-        y.zero_()
+    work = _Work(call)
+    walk, early = work.walk, work.on_output and work.half
+    if h is not None:
+        walk.zero_rest(h)
+    y = walk.new_places(call.x, call.x.shape[1])
+    for block in walk.blocks:
+        w = work.weights[block.places]
+        rounded = work.scratch("z", block, call.gate_up_nk.shape[1]) if h is None else walk.of_rows(h, block)
+        z = block.multiply_wide(work.inputs(block), call.gate_up_nk, rounded, call.gate_up_bias)
         if h is not None:
-            h.zero_()
-    for expert, rows, slots in experts(layout):
-        x = _inputs(call, slots)
-        z = torch.mm(x, call.gate_up_nk[expert].T)
-        if call.gate_up_bias is not None:
-            z = z.to(acc) + call.gate_up_bias[expert]
-        if h is not None:
-            h[rows] = z.to(h.dtype)
-        a = call.epilogue.forward(*call.columns(z.to(acc))).to(call.dtype)
-        y_expert = torch.mm(a, call.down_nk[expert].T)
-        if call.down_bias is not None:
-            y_expert = (y_expert.to(acc) + call.down_bias[expert]).to(call.dtype)
-        y[slots] = y_expert
-    out.copy_(_combine(call, y))
+            walk.put_back(rounded, h, block)
+        a = call.epilogue.forward(*call.columns(z))
+        if early:
+            # In half precision the weight joins the rounding that has to be made here anyway; z is our own copy.
+            a = a.mul_(w)
+        a = a.to(call.dtype)
+        y_block = y[block.places]
+        for e, i, j in block.experts:
+            bias = None if call.down_bias is None else call.down_bias[e]
+            matmul_nt(a[i:j], call.down_nk[e], y_block[i:j], w[i:j] * bias if early and bias is not None else bias)
+    out.copy_(walk.combine(y, call.expert_weights if work.on_output and not early else None))
 
 
 def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -> Gradients:
     """The gradients of x, gate_up, down, expert_weights and the biases; None for those not needed."""
-    layout = call.layout
-    assert layout is not None
-    acc = wide(call.dtype)
-    on_output = call.weight_on == "output"
-    need_x, need_gate_up, need_down, need_weights, need_gate_up_bias, need_down_bias = needs
-    below = need_x or need_gate_up or need_gate_up_bias or (need_weights and not on_output)
-    d_x = grad.new_zeros(layout.num_rows, call.x.shape[1]) if need_x else None
-    d_gate_up = torch.zeros_like(call.gate_up_nk, memory_format=torch.contiguous_format) if need_gate_up else None
-    d_down = torch.zeros_like(call.down_nk, memory_format=torch.contiguous_format) if need_down else None
-    d_weights = torch.zeros_like(call.expert_weights, dtype=acc, memory_format=torch.contiguous_format)
-    d_gate_up_bias = torch.zeros_like(call.gate_up_bias) if need_gate_up_bias and call.gate_up_bias is not None else None
-    d_down_bias = torch.zeros_like(call.down_bias) if need_down_bias and call.down_bias is not None else None
-    weights = call.expert_weights.reshape(-1, 1)
+    work = _Backward(call, needs)
+    for block in work.walk.blocks:
+        work.through(block, grad, h)
+    return work.result()
 
-    for expert, rows, slots in experts(layout):
-        weight = weights[slots].to(acc)
-        d_out = grad[slots // layout.top_k]
-        z = call.columns(h[rows].to(acc))
-        d_a = torch.mm(d_out, call.down_nk[expert]).to(acc)
-        a = call.epilogue.forward(*z)
-        if on_output and need_weights:
-            dot = (d_a * a).sum(-1)
+
+class _Work:
+    """A call's walk with the routing weight of each place."""
+
+    def __init__(self, call: MoeMlpCall) -> None:
+        assert call.layout is not None
+        acc = wide(call.dtype)
+        self.call = call
+        self.walk = Walk.of(call.layout, call.gate_up_nk.shape[1])
+        self.scratch = Scratch(self.walk, call.x)
+        self.weights = call.expert_weights.reshape(-1, 1)[self.walk.slots].to(acc)
+        self.on_output = call.weight_on == "output"
+        self.half = call.dtype != acc
+
+    def rows_of(self, value: Tensor, block: Block, name: str) -> Tensor:
+        """``value``'s row of each place's token."""
+        return gather(value, self.walk.tokens[block.places], self.scratch(name, block, value.shape[1]))
+
+    def inputs(self, block: Block) -> Tensor:
+        """The up-projection's operand."""
+        x = self.rows_of(self.call.x, block, "x")
+        return x if self.on_output else x.copy_(x.to(self.weights.dtype) * self.weights[block.places])
+
+
+class _Backward(_Work):
+    """The gradients as far as the blocks seen have made them; None for those not needed."""
+
+    def __init__(self, call: MoeMlpCall, needs: Sequence[bool]) -> None:
+        super().__init__(call)
+        self.need_x, need_gate_up, need_down, need_weights, need_gate_up_bias, need_down_bias = needs
+        need_rows = self.need_x or (need_weights and not self.on_output)
+        self.need_d_h = need_rows or need_gate_up or need_gate_up_bias
+        self.need_dot = need_weights and self.on_output
+        self.need_a = need_down or self.need_dot
+        self.d_rows = self.walk.new_places(call.x, call.x.shape[1]) if need_rows else None
+        self.d_gate_up = self.walk.new_gradient(call.gate_up) if need_gate_up else None
+        self.d_down = self.walk.new_gradient(call.down) if need_down else None
+        self.d_weights = self.walk.new_places(self.weights, 1) if need_weights else None
+        self.d_gate_up_bias = self.walk.new_gradient(call.gate_up_bias) if need_gate_up_bias else None
+        self.d_down_bias = self.walk.new_gradient(call.down_bias) if need_down_bias else None
+
+    def through(self, block: Block, grad: Tensor, h: Tensor) -> None:
+        """Adds a block."""
+        call = self.call
+        d_out = self.rows_of(grad, block, "d_out")
+        if self.need_d_h or self.need_a:
+            d_z = self._down(block, d_out, call.columns(self.walk.of_rows(h, block).to(self.weights.dtype)))
+            if self.need_d_h:
+                d_h = self.scratch("d_h", block, h.shape[1])
+                for column, value in zip(call.columns(d_h), d_z, strict=True):
+                    column.copy_(value)
+                self._up(block, d_h)
+        if self.d_down_bias is not None:
+            weighted = d_out * self.weights[block.places] if self.on_output else d_out
+            block.bias_gradient(weighted, self.d_down_bias)
+
+    def _down(self, block: Block, d_out: Tensor, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """From the output's gradient to the pre-activation's, if that is needed."""
+        call, w = self.call, self.weights[block.places]
+        d_z: tuple[Tensor, ...] = ()
+        if self.need_d_h or self.need_dot:
+            d_a = block.multiply_wide(d_out, call.down_nk.mT, self.scratch("d_a", block, call.down_nk.shape[2]))
+        if self.need_d_h:
+            d_f = d_a * w if self.on_output else d_a
+            if self.need_a:
+                d_z, a = call.epilogue.backward_and_output(d_f, *z)
+            else:
+                d_z = call.epilogue.backward(d_f, *z)
+        else:
+            a = call.epilogue.forward(*z)
+        if self.d_weights is not None and self.on_output:
+            dots = (d_a * a).sum(-1, keepdim=True)
             if call.down_bias is not None:
-                dot += (d_out.to(acc) * call.down_bias[expert]).sum(-1)
-            d_weights.view(-1)[slots] = dot
-        if d_down is not None:
-            d_down[expert] = torch.mm(d_out.T, (a * weight if on_output else a).to(call.dtype))
-        if d_down_bias is not None:
-            d_down_bias[expert] = (d_out * weight if on_output else d_out).sum(0, dtype=acc)
-        if not below:
-            continue
-        d_h = torch.empty_like(h[rows])
-        for column, value in zip(
-            call.columns(d_h), call.epilogue.backward(d_a * weight if on_output else d_a, *z), strict=True
-        ):
-            column.copy_(value)
-        if d_gate_up is not None:
-            d_gate_up[expert] = torch.mm(d_h.T, _inputs(call, slots))
-        if d_gate_up_bias is not None:
-            d_gate_up_bias[expert] = d_h.sum(0, dtype=acc)
-        if on_output:
-            if d_x is not None:
-                d_x[slots] = torch.mm(d_h, call.gate_up_nk[expert])
-        elif need_x or need_weights:
-            d_rows = torch.mm(d_h, call.gate_up_nk[expert])
-            if need_weights:
-                d_weights.view(-1)[slots] = (d_rows.to(acc) * call.x[slots // layout.top_k]).sum(-1)
-            if d_x is not None:
-                d_x[slots] = (d_rows.to(acc) * weight).to(call.dtype)
+                for e, i, j in block.experts:
+                    dots[i:j] += (d_out[i:j].to(dots.dtype) * call.down_bias[e]).sum(-1, keepdim=True)
+            self.d_weights[block.places] = dots
+        if self.d_down is not None:
+            a = (a * w if self.on_output else a).to(call.dtype)
+            block.weight_gradient(d_out, a, self.d_down, call.transpose_weight)
+        return d_z
 
-    return (
-        None if d_x is None else d_x.view(*layout.slot_to_row.shape, -1).sum(1, dtype=acc).to(call.dtype),
-        _stored(call, d_gate_up),
-        _stored(call, d_down),
-        d_weights.to(call.expert_weights.dtype) if need_weights else None,
-        d_gate_up_bias,
-        d_down_bias,
-    )
+    def _up(self, block: Block, d_h: Tensor) -> None:
+        """From the pre-activation's gradient to those of the up-projection's operands."""
+        call = self.call
+        if self.d_rows is not None:
+            rows = self.d_rows[block.places]
+            if self.on_output:
+                block.multiply(d_h, call.gate_up_nk.mT, rows)
+            else:
+                d_x = block.multiply_wide(d_h, call.gate_up_nk.mT, rows)
+                if self.d_weights is not None:
+                    x = self.rows_of(call.x, block, "x")
+                    self.d_weights[block.places] = (d_x * x).sum(-1, keepdim=True)
+                if self.need_x:
+                    rows.copy_(d_x * self.weights[block.places])
+        if self.d_gate_up is not None:
+            block.weight_gradient(d_h, self.inputs(block), self.d_gate_up, call.transpose_weight)
+        if self.d_gate_up_bias is not None:
+            block.bias_gradient(d_h, self.d_gate_up_bias)
 
-
-def _stored(call: MoeMlpCall, d_weight: Tensor | None) -> Tensor | None:
-    return d_weight.mT.contiguous() if d_weight is not None and call.transpose_weight else d_weight
-
-
-def _inputs(call: MoeMlpCall, slots: Tensor) -> Tensor:
-    """The up-projection's operand for some slots."""
-    x = call.x[slots // call.expert_weights.shape[1]]
-    if call.weight_on == "output":
-        return x
-    acc = wide(call.dtype)
-    return (x.to(acc) * call.expert_weights.reshape(-1, 1)[slots].to(acc)).to(call.dtype)
-
-
-def _combine(call: MoeMlpCall, y: Tensor) -> Tensor:
-    """The sum over K in fp32, in slot order."""
-    assert call.layout is not None
-    kept = call.layout.slot_to_row >= 0
-    acc = wide(call.dtype)
-    y = y.view(*kept.shape, -1)
-    if call.weight_on == "input":
-        return y.sum(1, dtype=acc)
-    total = torch.zeros_like(call.x, dtype=acc, memory_format=torch.contiguous_format)
-    for k in range(kept.shape[1]):
-        weight = torch.where(kept[:, k], call.expert_weights[:, k].to(acc), 0)
-        total.addcmul_(y[:, k].to(acc), weight[:, None])
-    return total
+    def result(self) -> Gradients:
+        """All of them, when every block is through."""
+        d_weights = None if self.d_weights is None else self.walk.to_slots(self.d_weights)
+        return (
+            self.walk.combine(self.d_rows) if self.need_x and self.d_rows is not None else None,
+            self.d_gate_up,
+            self.d_down,
+            None if d_weights is None else d_weights.to(self.call.expert_weights.dtype),
+            self.d_gate_up_bias,
+            self.d_down_bias,
+        )

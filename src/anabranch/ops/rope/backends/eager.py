@@ -46,7 +46,7 @@ def _tables(call: RopeCall) -> Tables:
         made.append((halves[0], halves[-1]))
     (cos_a, cos_b), (sin_a, sin_b) = made
     if _fills_vectors(call) and _same(cos_a, cos_b) and _same(sin_a, sin_b):
-        return torch.complex(cos_a, -sin_a if call.transpose else sin_a), inside
+        return torch.complex(cos_a, -sin_a if call.transpose else sin_a).contiguous(), inside
     return cos_a, sin_a, cos_b, sin_b, inside
 
 

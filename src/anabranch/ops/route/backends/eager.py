@@ -22,26 +22,33 @@ def _bounds(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return offsets.diff(), offsets
 
 
-def _inverse(index: Tensor, size: int) -> Tensor:
-    """``inverse[index[i]] = i`` for indices within [0, size), -1 elsewhere; the later of two equal ones."""
-    inverse = index.new_full((size + 1,), -1, dtype=torch.int32)
+def _pair(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The index as int32 and its inverse, ``inverse[index[i]] = i``; -1 where there is no partner.
+
+    Indices outside ``[0, size)`` have none, and of equal ones only the last has one, so the maps are inverse.
+    """
     inside = (index >= 0) & (index < size)
     place = torch.where(inside, index, size).to(torch.int64)
-    inverse[place] = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
-    return inverse[:size].clone()
+    here = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
+    # The largest wins, whatever the order of writing: plain index assignment leaves open which one does.
+    inverse = here.new_full((size + 1,), -1).scatter_reduce(0, place, here, "amax")
+    paired = inside & (inverse[place] == here)
+    return torch.where(paired, index, -1).to(torch.int32), inverse[:size].clone()
 
 
 def topk(expert_ids: Tensor, num_experts: int) -> Fields:
     """(counts, offsets, row_to_slot, slot_to_row) of a stable sort by expert, then slot."""
     ids = expert_ids.reshape(-1)
-    keys = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(torch.int64)
+    # A radix sort takes as many passes as a key has bytes.
+    narrow = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int64
+    keys = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(narrow)
     ordered, slots = torch.sort(keys, stable=True)
-    bounds = torch.arange(num_experts + 1, device=ids.device)
-    offsets = torch.searchsorted(ordered, bounds).to(torch.int32)
-    row_to_slot = torch.where(ordered < num_experts, slots, -1).to(torch.int32)
+    bounds = torch.arange(num_experts + 1, dtype=narrow, device=ids.device)
+    offsets = torch.searchsorted(ordered, bounds, out_int32=True)
     rows = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device)
-    slot_to_row = torch.empty_like(rows)
-    slot_to_row[slots] = torch.where(ordered < num_experts, rows, -1)
+    kept = rows < offsets[-1]
+    row_to_slot = torch.where(kept, slots, -1).to(torch.int32)
+    slot_to_row = torch.empty_like(rows).index_copy_(0, slots, torch.where(kept, rows, -1))
     return offsets.diff(), offsets, row_to_slot, slot_to_row.view(expert_ids.shape)
 
 
@@ -59,13 +66,11 @@ def sorted_rows(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
     sizes, offsets = _bounds(counts, num_rows)
     rows = torch.arange(num_rows, device=counts.device)
     inside = (rows < offsets[-1]) & (row_to_slot >= 0) & (row_to_slot < num_rows)
-    row_to_slot = torch.where(inside, row_to_slot, -1).to(torch.int32)
-    slot_to_row = _inverse(row_to_slot, num_rows).view(-1, top_k)
-    return sizes, offsets, row_to_slot, slot_to_row
+    row_to_slot, slot_to_row = _pair(torch.where(inside, row_to_slot, -1), num_rows)
+    return sizes, offsets, row_to_slot, slot_to_row.view(-1, top_k)
 
 
 def maps(slot_to_row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """(row_to_slot, slot_to_row): both directions from one; rows out of range are dropped."""
-    inside = (slot_to_row >= 0) & (slot_to_row < num_rows)
-    kept = torch.where(inside, slot_to_row, -1).to(torch.int32)
-    return _inverse(kept.reshape(-1), num_rows), kept
+    """(row_to_slot, slot_to_row): both directions from one; rows out of range, or taken, are dropped."""
+    kept, row_to_slot = _pair(slot_to_row.reshape(-1), num_rows)
+    return row_to_slot, kept.view(slot_to_row.shape)

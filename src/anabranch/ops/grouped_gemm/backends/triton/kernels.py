@@ -7,6 +7,7 @@ slot. A row without a slot (-1) reads row 0 and is written as zero.
 import triton
 import triton.language as tl
 
+from anabranch._backends.triton.ragged import load_ragged, store_ragged
 from anabranch._backends.triton.schedule import tile_coordinates
 
 ROW = tl.constexpr(0)
@@ -87,15 +88,42 @@ def zero_unused(
             tl.store(p, zeros, mask=m_m[:, None] & (n + o_n < N)[None, :])
 
 
+@triton.jit
+def add_bias(acc, p_b, n, N, stride_n, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The accumulator plus one expert's bias."""
+    if HAS_BIAS:
+        o_n = n + tl.arange(0, BLOCK_N)
+        return acc + tl.load(p_b + o_n * stride_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+    else:
+        return acc
+
+
+@triton.jit
+def keep(
+    t_h, p_h, z, live, row, end, n, N, stride_m,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of the pre-activation, zeros in rows without a slot."""
+    z = tl.where(live, z, 0.0)
+    if TMA:
+        store_ragged(t_h, z, row, end, n, BLOCK_M, BLOCK_N)
+    else:
+        o_m = row + tl.arange(0, BLOCK_M)
+        o_n = n + tl.arange(0, BLOCK_N)
+        p = p_h + o_m[:, None].to(OFFSET) * stride_m + o_n[None, :]
+        tl.store(p, z.to(p_h.dtype.element_ty), mask=(o_m < end)[:, None] & (o_n < N)[None, :])
+
+
 @triton.jit(do_not_specialize=["size", "num_rows", "num_slots", "num_experts"])
 def forward_kernel(
-    x, w, out, h, bias, scale, offsets, row_to_slot, slot_to_row, tiles,
+    x, w, out, h, bias, scale, t_out, t_h, t_up, offsets, row_to_slot, slot_to_row, tiles,
     size, num_rows, num_slots, num_experts, top_k, N, K,
     stride_xm, stride_xk, stride_we, stride_wn, stride_wk, stride_om, stride_on, stride_hm, stride_be, stride_bn,
     stride_st, stride_sk,
     EPILOGUE: tl.constexpr, P: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     X_ROWS: tl.constexpr, OUT_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, KEEP_H: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, OUT_TMA: tl.constexpr, H_TMA: tl.constexpr,
+    K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, OFFSET: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -147,44 +175,41 @@ def forward_kernel(
 
         o_n = n + tl.arange(0, WIDTH)
         m_n = o_n < N
-        m_out = m_m[:, None] & m_n[None, :]
+        live = (slots >= 0)[:, None]
+        p_b = bias
+        if HAS_BIAS:
+            p_b = bias + expert * stride_be
         if GATED and INTERLEAVED:
-            o_2n = 2 * n + tl.arange(0, BLOCK_N)
-            if HAS_BIAS:
-                acc += tl.load(bias + expert * stride_be + o_2n * stride_bn, mask=o_2n < columns, other=0.0).to(tl.float32)[None, :]
+            acc = add_bias(acc, p_b, 2 * n, columns, stride_bn, HAS_BIAS, BLOCK_N)
             if KEEP_H:
-                p_h = h + o_m[:, None].to(OFFSET) * stride_hm + o_2n[None, :]
-                tl.store(p_h, tl.where((slots >= 0)[:, None], acc, 0.0), mask=m_m[:, None] & (o_2n < columns)[None, :])
+                keep(t_h, h, acc, live, row, end, 2 * n, columns, stride_hm, H_TMA, BLOCK_M, BLOCK_N, OFFSET)
             gate, up = tl.split(tl.reshape(acc, [BLOCK_M, WIDTH, 2]))
             y = EPILOGUE(gate, up, P)
         elif GATED:
-            if HAS_BIAS:
-                p_b = bias + expert * stride_be
-                acc += tl.load(p_b + o_n * stride_bn, mask=m_n, other=0.0).to(tl.float32)[None, :]
-                up += tl.load(p_b + (N + o_n) * stride_bn, mask=m_n, other=0.0).to(tl.float32)[None, :]
+            acc = add_bias(acc, p_b, n, N, stride_bn, HAS_BIAS, WIDTH)
+            up = add_bias(up, p_b + N * stride_bn if HAS_BIAS else p_b, n, N, stride_bn, HAS_BIAS, WIDTH)
             if KEEP_H:
-                p_h = h + o_m[:, None].to(OFFSET) * stride_hm + o_n[None, :]
-                tl.store(p_h, tl.where((slots >= 0)[:, None], acc, 0.0), mask=m_out)
-                tl.store(p_h + N, tl.where((slots >= 0)[:, None], up, 0.0), mask=m_out)
+                keep(t_h, h, acc, live, row, end, n, N, stride_hm, H_TMA, BLOCK_M, WIDTH, OFFSET)
+                keep(t_up, h + N, up, live, row, end, n, N, stride_hm, H_TMA, BLOCK_M, WIDTH, OFFSET)
             y = EPILOGUE(acc, up, P)
         else:
-            if HAS_BIAS:
-                acc += tl.load(bias + expert * stride_be + o_n * stride_bn, mask=m_n, other=0.0).to(tl.float32)[None, :]
+            acc = add_bias(acc, p_b, n, N, stride_bn, HAS_BIAS, WIDTH)
             if KEEP_H:
-                p_h = h + o_m[:, None].to(OFFSET) * stride_hm + o_n[None, :]
-                tl.store(p_h, tl.where((slots >= 0)[:, None], acc, 0.0), mask=m_out)
+                keep(t_h, h, acc, live, row, end, n, N, stride_hm, H_TMA, BLOCK_M, WIDTH, OFFSET)
             y = EPILOGUE(acc, P)
 
         if HAS_SCALE:
-            m_s = slots >= 0
             p_s = scale + (slots // top_k).to(OFFSET) * stride_st + (slots % top_k) * stride_sk
-            y *= tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)[:, None]
-        y = tl.where((slots >= 0)[:, None], y, 0.0)
-        o_y = find_rows(o_m, slots, top_k, OUT_ROWS, OFFSET)
-        if OUT_ROWS != ROW:
-            m_out = m_out & (slots >= 0)[:, None]
-        p_y = out + o_y[:, None] * stride_om + o_n[None, :].to(OFFSET) * stride_on
-        tl.store(p_y, y.to(out.dtype.element_ty), mask=m_out)
+            y *= tl.load(p_s, mask=slots >= 0, other=0.0).to(tl.float32)[:, None]
+        y = tl.where(live, y, 0.0)
+        if OUT_TMA:
+            store_ragged(t_out, y, row, end, n, BLOCK_M, WIDTH)
+        else:
+            m_out = m_m[:, None] & m_n[None, :]
+            if OUT_ROWS != ROW:
+                m_out = m_out & live
+            p_y = out + find_rows(o_m, slots, top_k, OUT_ROWS, OFFSET)[:, None] * stride_om
+            tl.store(p_y + o_n[None, :].to(OFFSET) * stride_on, y.to(out.dtype.element_ty), mask=m_out)
 
     total = tl.load(offsets + num_experts)
     zero_unused(out, slot_to_row, total, num_rows, num_slots, N, stride_om, stride_on, OUT_ROWS, 16, WIDTH, OFFSET)
@@ -194,9 +219,10 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["num_experts"])
 def weight_gradient_kernel(
-    d_z, x, d_w, offsets, row_to_slot, num_experts, top_k, N, K,
+    d_z, x, d_w, t_w, offsets, row_to_slot, num_experts, top_k, N, K,
     stride_zm, stride_zn, stride_xm, stride_xk, stride_we, stride_wn, stride_wk,
-    Z_ROWS: tl.constexpr, X_ROWS: tl.constexpr, Z_TMA: tl.constexpr, X_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    Z_ROWS: tl.constexpr, X_ROWS: tl.constexpr, Z_TMA: tl.constexpr, X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """``d_w[expert] = d_z[rows].T @ x[rows]``: (N, K) per expert, zeros for one without rows."""
@@ -216,30 +242,29 @@ def weight_gradient_kernel(
         for r in range(start, end, BLOCK_R):
             o_r = r + tl.arange(0, BLOCK_R)
             m_r = o_r < end
-            slots = tl.load(row_to_slot + o_r, mask=m_r, other=-1)
-            m_r = slots >= 0
+            slots = o_r
+            if not (Z_TMA and X_TMA):
+                slots = tl.load(row_to_slot + o_r, mask=m_r, other=-1)
+                m_r = slots >= 0
             if Z_TMA:
-                a = tl.reshape(z_load(d_z, r, end, n), [BLOCK_R, BLOCK_N])
+                a = load_ragged(d_z, r, end, n, BLOCK_R, BLOCK_N)
             else:
                 p = d_z + find_rows(o_r, slots, top_k, Z_ROWS, OFFSET)[:, None] * stride_zm
                 p += o_n[None, :].to(OFFSET) * stride_zn
                 a = tl.load(p, mask=m_r[:, None] & (o_n < N)[None, :], other=0.0)
             if X_TMA:
-                b = tl.reshape(z_load(x, r, end, k), [BLOCK_R, BLOCK_K])
+                b = load_ragged(x, r, end, k, BLOCK_R, BLOCK_K)
             else:
                 p = x + find_rows(o_r, slots, top_k, X_ROWS, OFFSET)[:, None] * stride_xm
                 p += o_k[None, :].to(OFFSET) * stride_xk
                 b = tl.load(p, mask=m_r[:, None] & (o_k < K)[None, :], other=0.0)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-        p_w = d_w + expert.to(tl.int64) * stride_we
-        p_w += o_n[:, None].to(OFFSET) * stride_wn + o_k[None, :].to(OFFSET) * stride_wk
-        tl.store(p_w, acc.to(d_w.dtype.element_ty), mask=(o_n < N)[:, None] & (o_k < K)[None, :])
-
-
-@triton.jit
-def z_load(descriptor, row, end, column):
-    """Rows [row, end) through a ragged descriptor: zeros from ``end`` on."""
-    return descriptor.load([1 << 30, end, (1 << 30) - end + row, column])
+        if W_TMA:
+            t_w.store([expert, n, k], tl.reshape(acc.to(d_w.dtype.element_ty), [1, BLOCK_N, BLOCK_K]))
+        else:
+            p_w = d_w + expert.to(tl.int64) * stride_we
+            p_w += o_n[:, None].to(OFFSET) * stride_wn + o_k[None, :].to(OFFSET) * stride_wk
+            tl.store(p_w, acc.to(d_w.dtype.element_ty), mask=(o_n < N)[:, None] & (o_k < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])

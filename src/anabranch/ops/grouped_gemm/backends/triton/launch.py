@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from anabranch._backends.triton import device as on
+from anabranch._backends.triton.ragged import ragged, store_width
 from anabranch._backends.triton.schedule import max_tiles, schedule
 from anabranch.epilogues import Epilogue, Identity
 from anabranch.layout import ExpertLayout
@@ -91,19 +92,26 @@ def gemm(
     x_tma = direct and on.tma_refusal(x) is None
     if x_tma:
         x_arg = TensorDescriptor(x, list(x.shape), list(x.stride()), [config.block_m, config.block_k])
+    out_tma = out_rows is ROW and on.tma_refusal(out) is None
+    t_out = ragged(out, [config.block_m, store_width(width)]) if out_tma else None
+    two = gated and not interleaved  # gate and up tiles of h end at column N and 2 N
+    halves = () if h is None else (h[:, :columns], h[:, columns:]) if two else (h,)
+    h_tma = h is not None and all(on.tma_refusal(half) is None for half in halves)
+    h_width = store_width(width if two else config.block_n)
+    t_h = [ragged(half, [config.block_m, h_width]) for half in halves] if h_tma else []
     table = schedule(layout.offsets, layout.num_rows, config.block_m)
     size = max_tiles(layout.num_rows, experts, config.block_m)
     code = device_code(epilogue)
     assert code is not None
     with on.current(x.device):
         kernels.forward_kernel[(min(on.num_sms(x.device), max(1, size * triton.cdiv(columns, width))),)](
-            x_arg, w_arg, out, h, bias, scale, layout.offsets, layout.row_to_slot, layout.slot_to_row, table,
+            x_arg, w_arg, out, h, bias, scale, t_out, *(*t_h, None, None)[:2], layout.offsets, layout.row_to_slot, layout.slot_to_row, table,
             size, layout.num_rows, layout.slot_to_row.numel(), experts, layout.top_k, columns, k_dim,
             *x.stride(), *weight.stride(), *out.stride(), 0 if h is None else h.stride(0),
             *((0, 0) if bias is None else bias.stride()), *((0, 0) if scale is None else scale.stride()),
             EPILOGUE=code.forward, P=parameters(epilogue), GATED=gated, INTERLEAVED=interleaved,
             X_ROWS=x_rows, OUT_ROWS=out_rows, HAS_BIAS=bias is not None, HAS_SCALE=scale is not None,
-            KEEP_H=h is not None, X_TMA=x_tma, W_TMA=w_tma, K_MAJOR=k_major, EVEN_K=k_dim % config.block_k == 0,
+            KEEP_H=h is not None, X_TMA=x_tma, W_TMA=w_tma, OUT_TMA=out_tma, H_TMA=h_tma, K_MAJOR=k_major, EVEN_K=k_dim % config.block_k == 0,
             PRECISION=on.input_precision(x.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_K=config.block_k, GROUP_M=config.group_m, OFFSET=_offset_type(x, weight[:1], out, h, scale),
             FLATTEN=config.flatten, num_warps=config.num_warps, num_stages=config.num_stages,
@@ -132,23 +140,20 @@ def weight_gradient(
     used = []
     for value, rows, block in ((d_z, z_rows, config.block_n), (x, x_rows, config.block_k)):
         tma = rows is ROW and on.tma_refusal(value) is None
-        arguments.append(_ragged(value, [config.block_m, block]) if tma else value)
+        arguments.append(ragged(value, [config.block_m, block]) if tma else value)
         used.append(tma)
+    w_tma = on.tma_refusal(d_weight) is None
+    block = [1, config.block_n, config.block_k]
+    t_w = TensorDescriptor(d_weight, list(d_weight.shape), list(d_weight.stride()), block) if w_tma else None
+    grid = min(work, on.num_sms(x.device)) if config.flatten else work
     with on.current(x.device):
-        kernels.weight_gradient_kernel[(work,)](
-            *arguments, d_weight, layout.offsets, layout.row_to_slot, experts, layout.top_k, n, k_dim,
+        kernels.weight_gradient_kernel[(grid,)](
+            *arguments, d_weight, t_w, layout.offsets, layout.row_to_slot, experts, layout.top_k, n, k_dim,
             *d_z.stride(), *x.stride(), *d_weight.stride(),
-            Z_ROWS=z_rows, X_ROWS=x_rows, Z_TMA=used[0], X_TMA=used[1], PRECISION=on.input_precision(x.dtype),
+            Z_ROWS=z_rows, X_ROWS=x_rows, Z_TMA=used[0], X_TMA=used[1], W_TMA=w_tma, PRECISION=on.input_precision(x.dtype),
             BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_R=config.block_m, GROUP_M=config.group_m,
             OFFSET=_offset_type(d_z, x, d_weight[:1]), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-
-
-def _ragged(value: Tensor, block: list[int]) -> TensorDescriptor:
-    """A descriptor of rows that stops at a row given with the coordinates (as triton.tools.ragged_tma explains)."""
-    step = value.stride(0)
-    shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, value.shape[1]]
-    return TensorDescriptor(value, shape, [2**34 - step, step, step, 1], [1, 1, *block])
 
 
 def pre_activation_gradient(

@@ -3,17 +3,18 @@
 import triton
 import triton.language as tl
 
+from anabranch._backends.triton.ragged import halves, load_ragged, store_ragged
 from anabranch._backends.triton.schedule import tile_coordinates
 from anabranch.ops.grouped_gemm.backends.triton.kernels import TOKEN, find_rows, load_w, load_x
 
 
 @triton.jit(do_not_specialize=["size", "num_rows"])
 def activation_gradient_kernel(
-    grad, w, h, weights, d_h, a_out, partial, offsets, row_to_slot, tiles, size, num_rows, top_k, N, K,
+    grad, w, h, weights, d_h, a_out, t_h, t_up, t_d_h, t_d_up, t_a, partial, offsets, row_to_slot, tiles, size, num_rows, top_k, N, K,
     stride_gm, stride_gk, stride_we, stride_wn, stride_wk, stride_hm, stride_st, stride_sk,
     EPILOGUE: tl.constexpr, P: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, WEIGHTED: tl.constexpr,
     NEED_D_H: tl.constexpr, NEED_A: tl.constexpr, NEED_WEIGHTS: tl.constexpr,
-    W_TMA: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    W_TMA: tl.constexpr, H_TMA: tl.constexpr, K_MAJOR: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, OFFSET: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
@@ -53,59 +54,77 @@ def activation_gradient_kernel(
             part = left if half == 0 else right
             first, second = halves(part, BLOCK_M, BLOCK_N // 2)
             for quarter in tl.static_range(2):
-                dot += _store_quarter(
-                    first if quarter == 0 else second, n + (2 * half + quarter) * (BLOCK_N // 4), o_m, m_m, weight,
-                    h, d_h, a_out, N, stride_hm, EPILOGUE, P, GATED, INTERLEAVED, NEED_D_H, NEED_A,
-                    BLOCK_M, BLOCK_N // 4, OFFSET,
+                dot += finish(
+                    first if quarter == 0 else second, n + (2 * half + quarter) * (BLOCK_N // 4), row, end, weight,
+                    h, d_h, a_out, t_h, t_up, t_d_h, t_d_up, t_a, N, stride_hm,
+                    EPILOGUE, P, GATED, INTERLEAVED, NEED_D_H, NEED_A, H_TMA, BLOCK_M, BLOCK_N // 4, OFFSET,
                 )  # fmt: skip
         if NEED_WEIGHTS:
             tl.store(partial + tl.cast(tile_n, tl.int64) * num_rows + o_m, dot, mask=m_m)
 
 
 @triton.jit
-def halves(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The left and the right half of a tile's columns."""
-    return tl.split(tl.permute(tl.reshape(x, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
-
-
-@triton.jit
-def _store_quarter(
-    d_a, n, o_m, m_m, weight, h, d_h, a_out, N, stride_hm,
+def finish(
+    d_a, n, row, end, weight, h, d_h, a_out, t_h, t_up, t_d_h, t_d_up, t_a, N, stride_hm,
     EPILOGUE: tl.constexpr, P: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NEED_D_H: tl.constexpr, NEED_A: tl.constexpr,
+    NEED_D_H: tl.constexpr, NEED_A: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Writes d_h and the weighted a for some columns; returns ``<d_a, a>`` over them."""
-    o_n = n + tl.arange(0, BLOCK_N)
-    mask = m_m[:, None] & (o_n < N)[None, :]
     scaled = d_a * weight[:, None]
-    o_row = o_m[:, None].to(OFFSET)
     if GATED and INTERLEAVED:
-        o_2n = 2 * n + tl.arange(0, 2 * BLOCK_N)
-        m_2n = m_m[:, None] & (o_2n < 2 * N)[None, :]
-        both = tl.load(h + o_row * stride_hm + o_2n[None, :], mask=m_2n, other=0.0).to(tl.float32)
+        both = get(t_h, h, row, end, 2 * n, 2 * N, stride_hm, TMA, BLOCK_M, 2 * BLOCK_N, OFFSET)
         gate, up = tl.split(tl.reshape(both, [BLOCK_M, BLOCK_N, 2]))
         d_gate, d_up, a = EPILOGUE(scaled, gate, up, P)
         if NEED_D_H:
             both = tl.reshape(tl.join(d_gate, d_up), [BLOCK_M, 2 * BLOCK_N])
-            tl.store(d_h + o_row * (2 * N) + o_2n[None, :], both.to(d_h.dtype.element_ty), mask=m_2n)
+            put(t_d_h, d_h, both, row, end, 2 * n, 2 * N, 2 * N, TMA, BLOCK_M, 2 * BLOCK_N, OFFSET)
     elif GATED:
-        p_h = h + o_row * stride_hm + o_n[None, :]
-        gate = tl.load(p_h, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(p_h + N, mask=mask, other=0.0).to(tl.float32)
+        gate = get(t_h, h, row, end, n, N, stride_hm, TMA, BLOCK_M, BLOCK_N, OFFSET)
+        up = get(t_up, h + N, row, end, n, N, stride_hm, TMA, BLOCK_M, BLOCK_N, OFFSET)
         d_gate, d_up, a = EPILOGUE(scaled, gate, up, P)
         if NEED_D_H:
-            p_d = d_h + o_row * (2 * N) + o_n[None, :]
-            tl.store(p_d, d_gate.to(d_h.dtype.element_ty), mask=mask)
-            tl.store(p_d + N, d_up.to(d_h.dtype.element_ty), mask=mask)
+            put(t_d_h, d_h, d_gate, row, end, n, N, 2 * N, TMA, BLOCK_M, BLOCK_N, OFFSET)
+            put(t_d_up, d_h + N, d_up, row, end, n, N, 2 * N, TMA, BLOCK_M, BLOCK_N, OFFSET)
     else:
-        z = tl.load(h + o_row * stride_hm + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        z = get(t_h, h, row, end, n, N, stride_hm, TMA, BLOCK_M, BLOCK_N, OFFSET)
         d_z, a = EPILOGUE(scaled, z, P)
         if NEED_D_H:
-            tl.store(d_h + o_row * N + o_n[None, :], d_z.to(d_h.dtype.element_ty), mask=mask)
+            put(t_d_h, d_h, d_z, row, end, n, N, N, TMA, BLOCK_M, BLOCK_N, OFFSET)
     if NEED_A:
-        tl.store(a_out + o_row * N + o_n[None, :], (a * weight[:, None]).to(a_out.dtype.element_ty), mask=mask)
-    return tl.sum(tl.where(mask, d_a * a, 0.0), 1)
+        put(t_a, a_out, a * weight[:, None], row, end, n, N, N, TMA, BLOCK_M, BLOCK_N, OFFSET)
+    o_n = n + tl.arange(0, BLOCK_N)
+    return tl.sum(tl.where((o_n < N)[None, :], d_a * a, 0.0), 1)
+
+
+@triton.jit
+def get(
+    descriptor, pointer, row, end, n, N, stride_m,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """A tile in fp32, zeros outside the expert's rows and N columns."""
+    if TMA:
+        return load_ragged(descriptor, row, end, n, BLOCK_M, BLOCK_N).to(tl.float32)
+    else:
+        o_m = row + tl.arange(0, BLOCK_M)
+        o_n = n + tl.arange(0, BLOCK_N)
+        p = pointer + o_m[:, None].to(OFFSET) * stride_m + o_n[None, :]
+        return tl.load(p, mask=(o_m < end)[:, None] & (o_n < N)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def put(
+    descriptor, pointer, value, row, end, n, N, stride_m,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile inside the expert's rows and N columns."""
+    if TMA:
+        store_ragged(descriptor, value, row, end, n, BLOCK_M, BLOCK_N)
+    else:
+        o_m = row + tl.arange(0, BLOCK_M)
+        o_n = n + tl.arange(0, BLOCK_N)
+        p = pointer + o_m[:, None].to(OFFSET) * stride_m + o_n[None, :]
+        tl.store(p, value.to(pointer.dtype.element_ty), mask=(o_m < end)[:, None] & (o_n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows"])

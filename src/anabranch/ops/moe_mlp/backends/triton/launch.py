@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from anabranch._backends.triton import device as on
+from anabranch._backends.triton.ragged import ragged
 from anabranch._backends.triton.schedule import max_tiles, schedule
 from anabranch.ops.grouped_gemm import config as tiles
 from anabranch.ops.grouped_gemm.backends.triton.launch import device_code, parameters
@@ -42,6 +43,16 @@ def activation_gradient(
     d_h = h.new_empty(h.shape if need_d_h else (0,))
     a = h.new_empty((rows, inner) if need_a else (0,))
     partial = torch.empty(parts, rows, dtype=torch.float32, device=h.device) if need_weights else None
+    split = gated and call.gate_layout == "concatenated"
+    pieces = [*_halves(h, split), *_halves(d_h, split and need_d_h), a]
+    h_tma = all(on.tma_refusal(piece) is None for piece in pieces if piece.numel())
+    quarter = config.block_n // 4
+    descriptors: list[Any] = [None] * 5
+    if h_tma:
+        wide = quarter if split or not gated else 2 * quarter
+        widths = (wide, wide, wide, wide, quarter)
+        for i, (piece, width) in enumerate(zip(pieces, widths, strict=True)):
+            descriptors[i] = ragged(piece, [config.block_m, width]) if piece.numel() else None
     table = schedule(layout.offsets, rows, config.block_m)
     size = max_tiles(rows, experts, config.block_m)
     on_output = call.weight_on == "output"
@@ -49,18 +60,26 @@ def activation_gradient(
     assert code is not None
     with on.current(call.device):
         kernels.activation_gradient_kernel[(min(on.num_sms(call.device), max(1, size * parts)),)](
-            grad, w_arg, h, call.expert_weights, d_h, a, partial, layout.offsets, layout.row_to_slot, table,
+            grad, w_arg, h, call.expert_weights, d_h, a, *descriptors, partial, layout.offsets, layout.row_to_slot, table,
             size, rows, layout.top_k, inner, hidden, *grad.stride(), *weight.stride(), h.stride(0),
             *call.expert_weights.stride(),
             EPILOGUE=code.backward, P=parameters(call.epilogue), GATED=gated,
             INTERLEAVED=call.gate_layout == "interleaved", WEIGHTED=on_output, NEED_D_H=need_d_h, NEED_A=need_a,
-            NEED_WEIGHTS=need_weights, W_TMA=w_tma, K_MAJOR=k_major, EVEN_K=hidden % config.block_k == 0,
+            NEED_WEIGHTS=need_weights, W_TMA=w_tma, H_TMA=h_tma, K_MAJOR=k_major, EVEN_K=hidden % config.block_k == 0,
             PRECISION=on.input_precision(call.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_K=config.block_k, GROUP_M=config.group_m,
             OFFSET=tl.int32 if on.fits_int32(grad, weight[:1], h, call.expert_weights) else tl.int64,
             FLATTEN=config.flatten, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return d_h, a, partial
+
+
+def _halves(value: Tensor, split: bool) -> tuple[Tensor, Tensor]:
+    """Gate and up columns, or the whole and nothing."""
+    if not split:
+        return value, value[:0]
+    middle = value.shape[1] // 2
+    return value[:, :middle], value[:, middle:]
 
 
 def routing_weight_gradient(call: MoeMlpCall, grad: Tensor, partial: Tensor, d_weights: Tensor) -> None:

@@ -1,0 +1,88 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from anabranch.cli.failure import Failure
+
+app = typer.Typer(
+    name="anabranch",
+    help="Mixture-of-experts operations for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
+
+
+def fail(error: Exception, code: int = 1) -> typer.Exit:
+    """Prints an error as one line on stderr; to be raised."""
+    typer.echo(f"anabranch: {' '.join(str(error).split())}", err=True)
+    return typer.Exit(code)
+
+
+@app.command()
+def demo(
+    text: Annotated[
+        Path | None,
+        typer.Option(help="A file or folder to train on; the Python standard library if left out."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoint and the report.")] = Path("runs/demo"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the checkpoint in --out.")] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Number of steps, instead of as many as fit into --seconds.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Time for everything, from reading to report.")
+    ] = 150.0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Of parameters and batches.")] = None,
+) -> None:
+    """Train a small byte-level MoE transformer and report on it."""
+    from anabranch.cli.demo.command import Interrupted, Options, run_demo
+
+    options = Options(text, out, resume, steps, seconds, device, threads, seed)
+    try:
+        run_demo(options, Console())
+    except Failure as error:
+        raise fail(error) from None
+    except Interrupted as error:
+        raise fail(error, INTERRUPTED) from None
+    except KeyboardInterrupt:
+        raise fail(Failure("interrupted"), INTERRUPTED) from None
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, which backends are usable, and why the others are not."""
+    from anabranch.cli.doctor import show_doctor
+
+    show_doctor(Console())
+
+
+@app.command()
+def bench(
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
+    case: Annotated[
+        str | None, typer.Option(help="A named shape; one fit for the device if left out.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of bench.json and bench.png.")] = Path("runs/bench"),
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    rounds: Annotated[int, typer.Option(min=3, help="How many times each variant is timed.")] = 30,
+) -> None:
+    """Time moe_mlp beside its peers, as a share of the speed of dense products."""
+    from anabranch.cli.bench.command import run_bench
+
+    try:
+        run_bench(device, case, out, threads, rounds, Console())
+    except Failure as error:
+        raise fail(error) from None
+    except KeyboardInterrupt:
+        raise fail(Failure("interrupted; nothing was written"), INTERRUPTED) from None

@@ -1,0 +1,1 @@
+"""moe_mlp beside its peers, as a share of the speed of dense products."""

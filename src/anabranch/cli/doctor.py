@@ -1,0 +1,125 @@
+"""What is installed, what can run here, and why the rest cannot."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import pkgutil
+import platform
+from collections.abc import Iterator
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import anabranch
+import anabranch.ops
+from anabranch.cli import machine
+from anabranch.dispatch import ORDER, probe
+
+PACKAGES = {
+    "triton": "the triton and hopper backends",
+    "typer": "the command line",
+    "rich": "the command line",
+    "matplotlib": "the command line",
+    "safetensors": "the command line",
+    "transformers": "interop with transformers",
+    "peft": "interop with peft",
+    "torchtitan": "interop with torchtitan",
+}
+"""Optional packages, and what needs them."""
+
+SWITCHES = ("ANABRANCH_CHECK_VALUES", "TRITON_INTERPRET", "OMP_NUM_THREADS")
+
+
+def show_doctor(console: Console) -> None:
+    """Prints everything."""
+    console.print(_table("this machine", machine_facts()))
+    console.print(_table("packages", package_facts()))
+    for device in devices():
+        usable = Table("operation", *ORDER, title=f"backends on {device}", title_justify="left")
+        for op in operations():
+            cells = (refusal(op, backend, device) for backend in ORDER)
+            usable.add_row(op, *("[green]usable[/]" if cell is None else "[dim]no[/]" for cell in cells))
+        console.print(usable)
+        for backend in ORDER:
+            for reason, ops in reasons(backend, device).items():
+                which = "" if len(ops) == len(operations()) else f" ({', '.join(ops)})"
+                console.print(f"  {backend}: {reason}{which}", highlight=False, soft_wrap=True, markup=False)
+
+
+def machine_facts() -> dict[str, str]:
+    """Versions, processor and GPUs."""
+    facts = {
+        "anabranch": anabranch.__version__ + (f" at {commit}" if (commit := machine.commit()) else ""),
+        "Python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": f"{machine.cpu_name()}, {machine.usable_cores()} threads, "
+        f"{torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "this torch is built without",
+    }
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            name = torch.cuda.get_device_name(index)
+            facts[f"cuda:{index}"] = f"{name}, compute capability {major}.{minor}"
+    else:
+        facts["GPU"] = "torch sees none"
+    facts |= {name: os.environ[name] for name in SWITCHES if name in os.environ}
+    return facts
+
+
+def package_facts() -> dict[str, str]:
+    """Each optional package's version, or what lacks without it."""
+    facts = {}
+    for name, purpose in PACKAGES.items():
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = f"not installed; {purpose} would need it"
+    return facts
+
+
+def devices() -> Iterator[torch.device]:
+    """The CPU and each GPU."""
+    yield torch.device("cpu")
+    if torch.cuda.is_available():
+        yield from (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+
+
+def operations() -> list[str]:
+    """The ops that have backends."""
+    return sorted(
+        module.name
+        for module in pkgutil.iter_modules(anabranch.ops.__path__)
+        if module.ispkg and importlib.util.find_spec(f"anabranch.ops.{module.name}.backends")
+    )
+
+
+def refusal(op: str, backend: str, device: torch.device) -> str | None:
+    """Why an op cannot run with a backend on a device, whatever its arguments, or None if it may."""
+    reason = probe(backend, device)
+    if reason is None and importlib.util.find_spec(f"anabranch.ops.{op}.backends.{backend}") is None:
+        reason = "it has no kernel for this operation"
+    return reason
+
+
+def reasons(backend: str, device: torch.device) -> dict[str, list[str]]:
+    """Each reason why a backend is not usable on a device, and the ops it holds for."""
+    found: dict[str, list[str]] = {}
+    for op in operations():
+        reason = refusal(op, backend, device)
+        if reason is not None:
+            found.setdefault(reason, []).append(op)
+    return found
+
+
+def _table(title: str, facts: dict[str, str]) -> Table:
+    table = Table(show_header=False, title=title, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in facts.items():
+        table.add_row(name, value)
+    return table
