@@ -94,7 +94,7 @@ def choose(op: str, call: Call, backend: str | None) -> Choice:
     Raises:
         UnsupportedError: the backend named cannot serve the call, or none can; the message has every reason.
     """
-    refusals = {}
+    refusals: dict[str, str] = {}
     for name in ORDER if backend is None else (backend,):
         reason = _refusal(op, call, name)
         if reason is None and backend is None and name != "eager" and call.device.type == "cpu":

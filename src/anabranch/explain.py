@@ -58,7 +58,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     name = getattr(fn, "__name__", repr(fn))
     op, _, tail = getattr(fn, "__module__", "").removeprefix("anabranch.ops.").partition(".")
-    bind = tail == "api" and getattr(importlib.import_module(f"anabranch.ops.{op}.call"), f"bind_{name}", None)
+    bind = tail == "api" and getattr(
+        importlib.import_module(f"anabranch.ops.{op}.call"), f"bind_{name}", None
+    )
     if not bind:
         raise ArgumentError("explain", "fn", expected="an operation of anabranch that has backends", got=name)
     call = bind(*args, **kwargs)

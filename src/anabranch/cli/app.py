@@ -39,8 +39,8 @@ def demo(
         int | None, typer.Option(min=1, help="Number of steps, instead of as many as fit into --seconds.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Time for everything, from reading to report.")
-    ] = 150.0,
+        float, typer.Option(min=1, help="Aimed at for everything, from reading to report.")
+    ] = 120.0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Of parameters and batches.")] = None,

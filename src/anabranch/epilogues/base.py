@@ -34,10 +34,6 @@ class Epilogue:
         """The gradient of each operand, from the output's gradient and the pre-activation."""
         raise NotImplementedError
 
-    def backward_and_output(self, grad: Tensor, *z: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Both :meth:`backward` and :meth:`forward`; to be overridden where they share work."""
-        return self.backward(grad, *z), self.forward(*z)
-
     @property
     def device_code(self) -> str:
         """Name of the module with this epilogue's functions for Triton kernels, imported when one is built."""
@@ -61,12 +57,6 @@ class Gated(Epilogue):
 
     def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return (*self.inner.backward(grad * up, gate), grad * self.inner.forward(gate))
-
-    def backward_and_output(
-        self, grad: Tensor, gate: Tensor, up: Tensor
-    ) -> tuple[tuple[Tensor, ...], Tensor]:  # type: ignore[override]
-        inner = self.inner.forward(gate)
-        return (*self.inner.backward(grad * up, gate), grad * inner), inner * up
 
 
 E = TypeVar("E", bound=type[Epilogue])

@@ -28,7 +28,5 @@ class ClampedSwiglu(Epilogue):
         return _SWIGLU.forward(gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit))
 
     def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        d_gate, d_up = _SWIGLU.backward(
-            grad, gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        )
+        d_gate, d_up = _SWIGLU.backward(grad, gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit))
         return d_gate * (gate <= self.limit), d_up * (up.abs() <= self.limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ def autocasts(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
-def cast_like_matmul(*values: Tensor | None) -> tuple[Tensor | None, ...]:
+def cast_like_matmul(*values: Any) -> tuple[Any, ...]:
     """Under autocast, casts floating tensors (but fp64) as torch.matmul's operands are cast."""
     first = next((v for v in values if isinstance(v, Tensor)), None)
     if first is None or not autocasts(first.device):

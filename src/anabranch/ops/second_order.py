@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.library import CustomOpDef
+from torch.library import CustomOpDef  # type: ignore[attr-defined]
 
 from anabranch.errors import UnsupportedError
 
@@ -14,7 +14,10 @@ def refuse_second_derivative(operator: CustomOpDef, op: str) -> None:
 
     def refuse(ctx: Any, *grads: Any) -> None:
         raise UnsupportedError(
-            op, "create_graph", expected='first derivatives (backend="reference" has higher ones)', got="a second one"
+            op,
+            "create_graph",
+            expected='first derivatives (backend="reference" has higher ones)',
+            got="a second one",
         )
 
     operator.register_autograd(refuse)

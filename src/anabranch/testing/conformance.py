@@ -52,8 +52,7 @@ def _check(function: Callable[[str, torch.dtype, Device], None]) -> Callable[...
 def rounds_once(backend: str, dtype: torch.dtype, flags: Flags, device: Device) -> bool:
     """Whether the output is rounded once only.
 
-    PyTorch has no half precision product on the CPU that returns its fp32 accumulator, so there eager applies
-    activation and scale to a rounded one.
+    PyTorch has no half precision product on the CPU that returns its accumulator, so eager has a rounded one.
     """
     plain = flags.activation is None and not flags.scale
     return backend != "eager" or plain or dtype not in (torch.float16, torch.bfloat16)
@@ -294,8 +293,7 @@ def writes_only_its_output(backend: str, dtype: torch.dtype, device: Device) -> 
         problem = make(dtype, device, flags=flags)
         out, untouched = guard_band(tuple(problem.grad.shape), dtype, device, columns=columns)
         with torch.no_grad():
-            returned = problem.call(backend, out=out)
-            expected = problem.call(backend)
+            returned, expected = problem.call(backend, out=out), problem.call(backend)
         assert returned is out, "out was not returned"
         untouched()
         assert_same(out, expected, name=f"out, {flags}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from anabranch import moe_mlp
 from anabranch.epilogues import Silu
 
@@ -92,7 +93,11 @@ BAD = {
         ValueError,
         "down_bias: expected shape (E, H), got shape (4,)",
     ),
-    "down_bias is no tensor": ({"down_bias": True}, TypeError, "down_bias: expected a tensor (E, H), got bool"),
+    "down_bias is no tensor": (
+        {"down_bias": True},
+        TypeError,
+        "down_bias: expected a tensor (E, H), got bool",
+    ),
     "activation": (
         {"activation": "swish"},
         ValueError,

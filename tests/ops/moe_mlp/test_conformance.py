@@ -6,18 +6,21 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
+
 from anabranch import moe_mlp
 from anabranch.epilogues import resolve
 from anabranch.ops.moe_mlp.cases import TESTS, Case
 from anabranch.testing import assert_same, assert_within_budget, randn, routing, strided, usable_backends
-from torch import Tensor
 
 NAMES = ("x", "gate_up", "down", "expert_weights", "gate_up_bias", "down_bias")
 BACKENDS = usable_backends("moe_mlp")
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def make(case: Case, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> tuple[dict[str, Tensor | None], Tensor]:
+def make(
+    case: Case, dtype: torch.dtype, seed: int = 0, scale: float = 1.0
+) -> tuple[dict[str, Tensor | None], Tensor]:
     """The differentiable inputs by name, and the ids."""
     g = torch.Generator().manual_seed(seed)
     T, H, I, E, K = case.tokens, case.hidden, case.intermediate, case.experts, case.top_k  # noqa: E741
@@ -83,7 +86,9 @@ def gradients(out: Tensor, inputs: dict[str, Tensor | None], grad: Tensor) -> di
         return {k: torch.zeros_like(v) for k, v in given.items()}
     wanted, grad = list(given.values()), grad.to(out.dtype)
     found = torch.autograd.grad(out, wanted, grad, allow_unused=True, retain_graph=True)
-    return {k: torch.zeros_like(v) if d is None else d for (k, v), d in zip(given.items(), found, strict=True)}
+    return {
+        k: torch.zeros_like(v) if d is None else d for (k, v), d in zip(given.items(), found, strict=True)
+    }
 
 
 def check(case: Case, dtype: torch.dtype, backend: str, scale: float = 1.0) -> None:
@@ -109,7 +114,9 @@ def close(name: str, actual: Tensor, truth: Tensor, plain: Tensor, case: Case) -
     steps = terms**0.5 if actual.dtype == torch.float32 else 1.0
     walk = steps * torch.finfo(actual.dtype).eps / 2 * truth.abs().max()
     lucky = (plain.double() - truth).abs() < walk
-    assert_within_budget(actual, truth, torch.where(lucky, truth + walk, plain.double()), name=name, rows=False)
+    assert_within_budget(
+        actual, truth, torch.where(lucky, truth + walk, plain.double()), name=name, rows=False
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -137,7 +144,9 @@ def test_exact_in_fp64(name: str, backend: str) -> None:
     grad = randn(*out.shape, dtype=torch.float64)
     expected = gradients(truth, inputs, grad)
     for key, actual in gradients(out, inputs, grad).items():
-        torch.testing.assert_close(actual, expected[key], rtol=1e-11, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            actual, expected[key], rtol=1e-11, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", ["odd", "gpt_oss", "duplicates", "llama4"])
@@ -153,7 +162,9 @@ def test_gradcheck(name: str) -> None:
 
 
 @pytest.mark.parametrize("weight_on", ["output", "input"])
-@pytest.mark.parametrize("wanted", list(itertools.product((False, True), repeat=6)), ids=lambda w: "".join("01"[b] for b in w))
+@pytest.mark.parametrize(
+    "wanted", list(itertools.product((False, True), repeat=6)), ids=lambda w: "".join("01"[b] for b in w)
+)
 def test_every_combination_of_requires_grad(wanted: tuple[bool, ...], weight_on: str) -> None:
     case = Case(9, 6, 4, 4, 2, bias=True, dropped=0.2, weight_on=weight_on)
     inputs, ids = make(case, torch.float32)
@@ -190,7 +201,9 @@ def test_frozen_experts_pay_for_no_weight_gradient() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", ["transposed", "offset", "padded", "every_second", "expanded", "expanded_columns"])
+@pytest.mark.parametrize(
+    "layout", ["transposed", "offset", "padded", "every_second", "expanded", "expanded_columns"]
+)
 @pytest.mark.parametrize("which", [*NAMES, "grad", "ids"])
 def test_any_strides(which: str, layout: str, backend: str) -> None:
     case = Case(12, 6, 4, 4, 2, bias=True)
@@ -202,7 +215,9 @@ def test_any_strides(which: str, layout: str, backend: str) -> None:
         if layout not in ("transposed", "expanded", "expanded_columns"):
             ids = torch.stack((ids, ids + 1), -1)[..., 0]
         else:
-            ids = {"transposed": ids.T.contiguous().T, "expanded": ids[:1].expand(12, 2)}.get(layout, ids[:, :1].expand(12, 2))
+            ids = {"transposed": ids.T.contiguous().T, "expanded": ids[:1].expand(12, 2)}.get(
+                layout, ids[:, :1].expand(12, 2)
+            )
     else:
         inputs[which] = strided(inputs[which], layout).requires_grad_()
     out = moe_mlp(**inputs, expert_ids=ids, backend=backend)
@@ -214,7 +229,11 @@ def test_any_strides(which: str, layout: str, backend: str) -> None:
         torch.testing.assert_close(found[k], v, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("reduce", [lambda y: y.sum(), lambda y: y.mean(), lambda y: y.transpose(0, 1).contiguous().sum()], ids=["sum", "mean", "transposed"])
+@pytest.mark.parametrize(
+    "reduce",
+    [lambda y: y.sum(), lambda y: y.mean(), lambda y: y.transpose(0, 1).contiguous().sum()],
+    ids=["sum", "mean", "transposed"],
+)
 def test_stride_zero_gradients(reduce: object) -> None:
     inputs, ids = make(TESTS["qwen"], torch.float32)
     reduce(moe_mlp(**inputs, expert_ids=ids)).backward()
@@ -262,7 +281,9 @@ def test_repeats_are_bit_equal(dtype: torch.dtype) -> None:
 def test_rows_do_not_depend_on_the_batch_size(tokens: int, top_k: int) -> None:
     case = Case(160, 8, 4, 16, top_k)
     inputs, ids = make(case, torch.float64)
-    few = {k: None if v is None else v[:tokens] if k in ("x", "expert_weights") else v for k, v in inputs.items()}
+    few = {
+        k: None if v is None else v[:tokens] if k in ("x", "expert_weights") else v for k, v in inputs.items()
+    }
     full = dict(inputs)
     for k in ("x", "expert_weights"):
         full[k] = torch.cat((inputs[k][:tokens], torch.zeros_like(inputs[k][tokens:])))

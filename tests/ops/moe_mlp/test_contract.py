@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anabranch import ExpertLayout, explain, moe_mlp
-from anabranch.testing import assert_same, randn, routing, usable_backends
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+
+from anabranch import ExpertLayout, explain, moe_mlp
+from anabranch.testing import assert_same, randn, routing, usable_backends
 
 BACKENDS = usable_backends("moe_mlp")
 
@@ -121,7 +122,7 @@ def test_without_gradients_h_is_not_even_allocated() -> None:
     seen = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if func is torch.ops.anabranch.moe_mlp.default:
                 seen.append(out[1].numel())
@@ -160,14 +161,20 @@ def test_mixed_dtypes_are_an_error_outside_autocast() -> None:
         moe_mlp(x.bfloat16(), up, down, TWICE, torch.rand(6, 2))
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "weight_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
 def test_routing_weights_keep_their_dtype(weight_dtype: torch.dtype) -> None:
     x, up, down = make(6, 8, 4, 4)
     w = torch.rand(6, 2).to(weight_dtype).requires_grad_()
     moe_mlp(x, up, down, TWICE, w).sum().backward()
-    expected = torch.autograd.grad(oracle(x.double(), up.double(), down.double(), TWICE, v := w.double()).sum(), v)[0]
+    expected = torch.autograd.grad(
+        oracle(x.double(), up.double(), down.double(), TWICE, v := w.double()).sum(), v
+    )[0]
     assert w.grad.dtype == weight_dtype
-    torch.testing.assert_close(w.grad.double(), expected, rtol=max(1e-4, 2 * torch.finfo(weight_dtype).eps), atol=1e-4)
+    torch.testing.assert_close(
+        w.grad.double(), expected, rtol=max(1e-4, 2 * torch.finfo(weight_dtype).eps), atol=1e-4
+    )
 
 
 def flatten(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, w: Tensor, bias: Tensor) -> tuple[object, ...]:
@@ -183,10 +190,18 @@ def test_opcheck(ids: Tensor) -> None:
     w, bias = torch.rand(12, 2, requires_grad=True), torch.randn(4, 8, requires_grad=True)
     call = flatten(x, up, down, ids, w, bias)
     torch.library.opcheck(torch.ops.anabranch.moe_mlp.default, (True, *call))
-    torch.library.opcheck(torch.ops.anabranch.moe_mlp.default, (False, *(v.detach() if isinstance(v, Tensor) else v for v in call)))
+    torch.library.opcheck(
+        torch.ops.anabranch.moe_mlp.default,
+        (False, *(v.detach() if isinstance(v, Tensor) else v for v in call)),
+    )
     _, h = torch.ops.anabranch.moe_mlp(True, *call)
     needs = [True, False, True, True, False, True]
-    args = (needs, torch.randn(12, 8), h.detach(), *(v.detach() if isinstance(v, Tensor) else v for v in call))
+    args = (
+        needs,
+        torch.randn(12, 8),
+        h.detach(),
+        *(v.detach() if isinstance(v, Tensor) else v for v in call),
+    )
     torch.library.opcheck(torch.ops.anabranch.moe_mlp_backward.default, args)
 
 
@@ -201,7 +216,9 @@ def test_one_graph_for_any_number_of_tokens() -> None:
         out = compiled(x, up, down, ids, w)
         expected = moe_mlp(x, up, down, ids, w)
         assert_same(out, expected)
-        for a, b in zip(*(torch.autograd.grad(y.sum(), (x, up, down, w)) for y in (out, expected)), strict=True):
+        for a, b in zip(
+            *(torch.autograd.grad(y.sum(), (x, up, down, w)) for y in (out, expected)), strict=True
+        ):
             assert_same(a, b)
     assert counter.frame_count == 1
 
@@ -256,7 +273,10 @@ def test_training_with_half_the_slots_dropped_stays_right() -> None:
     twins = [v.detach().clone().requires_grad_() for v in leaves]
     ours, theirs = torch.optim.SGD(leaves, lr=1e-3), torch.optim.SGD(twins, lr=1e-3)
     for _ in range(3):
-        for optimizer, loss in ((ours, moe_mlp(x, up, down, ids, w)), (theirs, oracle(*twins[:3], ids, twins[3]))):
+        for optimizer, loss in (
+            (ours, moe_mlp(x, up, down, ids, w)),
+            (theirs, oracle(*twins[:3], ids, twins[3])),
+        ):
             optimizer.zero_grad()
             loss.square().mean().backward()
             optimizer.step()

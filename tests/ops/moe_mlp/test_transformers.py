@@ -6,14 +6,18 @@ import importlib
 
 import pytest
 import torch
+from torch import Tensor
+
 from anabranch import moe_mlp
 from anabranch.testing import routing
-from torch import Tensor
 
 FAMILIES = {
     "qwen3_moe": ("Qwen3Moe", {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}),
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    "deepseek_v3": ("DeepseekV3", {"moe_intermediate_size": 24, "n_routed_experts": 6, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {"moe_intermediate_size": 24, "n_routed_experts": 6, "num_experts_per_tok": 2},
+    ),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOss", {"num_local_experts": 6, "num_experts_per_tok": 2}),
 }

@@ -8,25 +8,43 @@ from torch import Tensor
 
 from anabranch._backends.triton.device import current
 
+UNROLL = 16
+"""Rows of a token that are read before the first is added."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _combine_kernel(
     y, slot_to_row, weights, out, H, stride_ym, stride_yh, stride_wt, stride_wk, stride_ot, num_rows,
-    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_H: tl.constexpr,
+    TOP_K: tl.constexpr, UNROLL: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum_k (weights[t, k] *) y[slot_to_row[t, k]]``: fp32, in slot order, one rounding."""
     t = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     m_h = o_h < H
+    p_y = y + o_h.to(tl.int64) * stride_yh
     acc = tl.zeros([BLOCK_H], tl.float32)
-    for k in tl.static_range(TOP_K):
-        row = tl.load(slot_to_row + t * TOP_K + k).to(tl.int64)
-        live = (row >= 0) & (row < num_rows)
-        row = tl.where(live, row, 0)
-        value = tl.load(y + row * stride_ym + o_h.to(tl.int64) * stride_yh, mask=m_h & live, other=0.0).to(tl.float32)
-        if WEIGHTED:
-            value *= tl.load(weights + t * stride_wt + k * stride_wk, mask=live, other=0.0).to(tl.float32)
-        acc += value
+    for first in range(0, TOP_K, UNROLL):
+        # All that tells where rows are, then all rows: two waits for memory, however many rows there are.
+        rows = ()
+        factors = ()
+        for i in tl.static_range(UNROLL):
+            here = first + i < TOP_K
+            row = tl.load(slot_to_row + t * TOP_K + first + i, mask=here, other=-1).to(tl.int64)
+            rows = rows + (row,)
+            if WEIGHTED:
+                factors = factors + (tl.load(weights + t * stride_wt + (first + i) * stride_wk, mask=here, other=0.0),)
+        values = ()
+        for i in tl.static_range(UNROLL):
+            live = (rows[i] >= 0) & (rows[i] < num_rows)
+            p = p_y + tl.where(live, rows[i], 0) * stride_ym
+            values = values + (tl.load(p, mask=m_h & live, other=0.0),)
+        for i in tl.static_range(UNROLL):
+            value = values[i].to(tl.float32)
+            if WEIGHTED:
+                # A dropped slot's weight may be NaN.
+                live = (rows[i] >= 0) & (rows[i] < num_rows)
+                value *= tl.where(live, factors[i].to(tl.float32), 0.0)
+            acc += value
     tl.store(out + t * stride_ot + o_h, acc.to(out.dtype.element_ty), mask=m_h)
 
 
@@ -35,10 +53,12 @@ def combine(y: Tensor, slot_to_row: Tensor, weights: Tensor | None, out: Tensor)
     num_tokens, hidden = out.shape
     if out.numel() == 0:
         return
-    block = min(1024, triton.next_power_of_2(hidden))
+    top_k = slot_to_row.shape[1]
+    # 16 bytes of each row a thread, twice that of few rows: enough on their way to hide the wait.
+    block = min((32 if top_k <= 4 else 16) // y.element_size() * 128, triton.next_power_of_2(hidden))
     strides = (0, 0) if weights is None else weights.stride()
     with current(out.device):
         _combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
-            y, slot_to_row, weights, out, hidden, *y.stride(), *strides, out.stride(0), y.shape[0],
-            TOP_K=slot_to_row.shape[1], WEIGHTED=weights is not None, BLOCK_H=block, num_warps=4,
+            y, slot_to_row.contiguous(), weights, out, hidden, *y.stride(), *strides, out.stride(0), y.shape[0],
+            TOP_K=top_k, UNROLL=max(1, min(top_k, UNROLL)), WEIGHTED=weights is not None, BLOCK_H=block, num_warps=4,
         )  # fmt: skip

@@ -35,7 +35,7 @@ def shared_memory_limit(device: torch.device) -> int:
     """Bytes of shared memory that one program may have; Hopper's where kernels are interpreted."""
     if device.type != "cuda":
         return 232_448
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
@@ -48,7 +48,8 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 def fits_int32(*values: Tensor | None) -> bool:
     """Whether every element's offset from its tensor's start, in elements, is below 2**31."""
     return all(
-        v is None or sum((size - 1) * abs(step) for size, step in zip(v.shape, v.stride(), strict=True)) <= INT32_MAX
+        v is None
+        or sum((size - 1) * abs(step) for size, step in zip(v.shape, v.stride(), strict=True)) <= INT32_MAX
         for v in values
     )
 

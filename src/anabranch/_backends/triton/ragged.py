@@ -13,6 +13,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
+def dense(value: Tensor, block: list[int]) -> TensorDescriptor:
+    """A descriptor of the whole tensor with tiles of ``block``."""
+    return TensorDescriptor(value, list(value.shape), list(value.stride()), block)
+
+
 def ragged(value: Tensor, block: list[int]) -> TensorDescriptor:
     """A descriptor of (rows, columns) with tiles of ``block``, for :func:`load_ragged` and :func:`store_ragged`."""
     step = value.stride(0)

@@ -16,7 +16,9 @@ def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
 
 
 @triton.jit(do_not_specialize=["num_experts", "size"])
-def _schedule_kernel(offsets, tiles, num_experts, size, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr):
+def _schedule_kernel(
+    offsets, tiles, num_experts, size, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr
+):
     """Program e lists the tiles of expert e: tiles[0, i] = e, tiles[1, i] = first row; tiles[2, 0] = how many."""
     expert = tl.program_id(0)
     all_experts = tl.arange(0, EXPERTS)
@@ -43,7 +45,13 @@ def schedule(offsets: Tensor, num_rows: int, block_m: int) -> Tensor:
     tiles = torch.empty(3, size, dtype=torch.int32, device=offsets.device)
     with current(offsets.device):
         _schedule_kernel[(num_experts,)](
-            offsets, tiles, num_experts, size, BLOCK_M=block_m, EXPERTS=triton.next_power_of_2(num_experts), STEP=64
+            offsets,
+            tiles,
+            num_experts,
+            size,
+            BLOCK_M=block_m,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            STEP=64,
         )
     return tiles
 

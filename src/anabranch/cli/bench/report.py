@@ -73,9 +73,9 @@ def write_report(out: Path, report: Report) -> None:
 def show_report(console: Console, report: Report) -> None:
     """Prints the table."""
     table = Table(title=report.title, title_justify="left", caption=report.place, caption_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     table.add_column("dtype")
-    for name in ("forward", "share of dense", "forward + backward", "share of dense", "kept for backward"):
+    for name in ("forward", "of dense", "and backward", "of dense", "keeps"):
         table.add_column(name, justify="right")
     for row in report.rows:
         table.add_row(
@@ -89,7 +89,12 @@ def show_report(console: Console, report: Report) -> None:
             style="bold" if row.variant == OURS else None,
         )
     console.print(table)
-    console.print("dense: the same two products without routing; forward + backward counts three of them")
+    console.print(
+        "of dense: share of the speed of the two products alone, of which forward and backward count three\n"
+        "keeps: memory saved for the backward beyond the inputs",
+        highlight=False,
+        soft_wrap=True,
+    )
     for name, reason in report.left_out.items():
         console.print(f"left out: {name}: {reason}", highlight=False, soft_wrap=True, markup=False)
 

@@ -46,7 +46,7 @@ class Options:
     out: Path = Path("runs/demo")
     resume: bool = False
     steps: int | None = None
-    seconds: float = 150.0
+    seconds: float = 120.0
     device: str | None = None
     threads: int | None = None
     seed: int | None = None

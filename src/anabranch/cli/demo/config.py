@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """Model and training. The defaults were chosen for two CPU cores and two and a half minutes."""
+    """Model and training. The defaults were chosen for two CPU cores and two minutes."""
 
     width: int = 128
     depth: int = 4

@@ -109,7 +109,7 @@ def loss_curve(summary: Summary, history: History, config: Config) -> Figure:
         label=f"zlib -9: {summary.zlib_bits_per_byte:.2f}",
     )
     axes.set_ylim(0, max(4.0, min(8.2, 1.02 * max(losses))))
-    axes.set_xlim(0, 1.06 * seen[-1])
+    axes.set_xlim(0, 1.09 * seen[-1])
     axes.set_xlabel("million bytes seen")
     axes.set_ylabel("bits per byte")
     axes.set_title(summary.text, loc="left", color=INK)

@@ -106,15 +106,15 @@ def calibrate(config: Config, corpus: Corpus, device: torch.device, stop: Callab
     trainer.steps = config.max_steps
     times: list[float] = []
     begin = time.perf_counter()
-    while len(times) < 8 or (len(times) < 40 and time.perf_counter() - begin < 4):
+    while len(times) < 8 or (len(times) < 40 and time.perf_counter() - begin < 5):
         start = time.perf_counter()
         trainer.train_step()
         synchronise(device)
         times.append(time.perf_counter() - start)
         if stop():
             break
-    # The first steps fill caches. The mean, not the median: a step that others disturb takes its time too.
-    return statistics.fmean(times[3:] or times)
+    # The first steps fill caches.
+    return statistics.median(times[3:] or times)
 
 
 def affordable_steps(config: Config, corpus: Corpus, seconds: float, step: float) -> int:

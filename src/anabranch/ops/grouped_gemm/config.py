@@ -50,7 +50,9 @@ def legal(config: GroupedGemmConfig, dtype: torch.dtype, limit: int) -> str | No
         return f"its operands need {needed} bytes of shared memory, the device has {limit}"
     registers = config.block_m * config.block_n // (config.num_warps * 32)
     if registers > 128:
-        return f"its accumulator needs {registers} registers a thread of {config.num_warps} warps, more than 128"
+        return (
+            f"its accumulator needs {registers} registers a thread of {config.num_warps} warps, more than 128"
+        )
     return None
 
 
@@ -70,25 +72,17 @@ def heuristic(
     return shrink(preferred, dtype, limit)
 
 
-def heuristic_activation_gradient(rows_per_expert: float, dtype: torch.dtype, limit: int) -> GroupedGemmConfig:
-    """Tiles for moe_mlp's gradient of the activation, whose epilogue holds several tiles at once."""
-    wide = dtype.itemsize < 4
-    if rows_per_expert <= 32:
-        preferred = GroupedGemmConfig(32, 64, 64 if wide else 32, 4, 3)
-    elif rows_per_expert <= 96:
-        preferred = GroupedGemmConfig(64, 64 if wide else 32, 64 if wide else 32, 4, 3)
-    else:
-        preferred = GroupedGemmConfig(128, 128 if wide else 64, 64 if wide else 32, 8, 3)
-    return shrink(preferred, dtype, limit)
-
-
 def heuristic_weight_gradient(rows_per_expert: float, dtype: torch.dtype, limit: int) -> GroupedGemmConfig:
     """Tiles for the gradient of the weight: block_m is the step over rows, block_n x block_k the tile of the weight."""
     wide = dtype.itemsize < 4
-    return shrink(GroupedGemmConfig(64 if wide else 32, 128, 256 if wide else 128, 8, 3), dtype, limit, weight=True)
+    return shrink(
+        GroupedGemmConfig(64 if wide else 32, 128, 256 if wide else 128, 8, 3), dtype, limit, weight=True
+    )
 
 
-def shrink(config: GroupedGemmConfig, dtype: torch.dtype, limit: int, weight: bool = False) -> GroupedGemmConfig:
+def shrink(
+    config: GroupedGemmConfig, dtype: torch.dtype, limit: int, weight: bool = False
+) -> GroupedGemmConfig:
     """Fewer stages, then smaller tiles, until the shared memory suffices."""
     values = dict(config.__dict__)
 

@@ -55,15 +55,8 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
 
 def _restore(*args: Any) -> MoeMlpCall:
     activation, transpose_weight, gate_layout, weight_on, backend = args[_TENSORS:]
-    return MoeMlpCall(
-        *args[:_INPUTS],
-        resolve(OP, activation),
-        transpose_weight,
-        gate_layout,
-        weight_on,
-        backend,
-        layout=ExpertLayout(*args[_INPUTS:_TENSORS]),
-    )
+    options: tuple[Any, ...] = (resolve(OP, activation), transpose_weight, gate_layout, weight_on, backend)
+    return MoeMlpCall(*args[:_INPUTS], *options, None, ExpertLayout(*args[_INPUTS:_TENSORS]))
 
 
 def _allocate(keep_h: bool, call: MoeMlpCall) -> tuple[Tensor, Tensor]:

@@ -90,11 +90,15 @@ def bind_moe_mlp(
         raise ArgumentError(OP, "gate_layout", expected=expected, got=repr(gate_layout))
     width = "I" if epilogue.columns == 1 else f"{epilogue.columns} * I"
     checks.tensor(OP, "x", x, "(T, H)", checks.FLOATS)
-    checks.tensor(OP, "gate_up", gate_up, f"(E, H, {width})" if transpose_weight else f"(E, {width}, H)", checks.FLOATS)
+    checks.tensor(
+        OP, "gate_up", gate_up, f"(E, H, {width})" if transpose_weight else f"(E, {width}, H)", checks.FLOATS
+    )
     checks.tensor(OP, "down", down, "(E, I, H)" if transpose_weight else "(E, H, I)", checks.FLOATS)
     checks.tensor(OP, "expert_ids", expert_ids, "(T, K)", checks.INTEGERS)
     checks.tensor(OP, "expert_weights", expert_weights, "(T, K)", checks.FLOATS)
-    x, gate_up, down, gate_up_bias, down_bias = checks.cast_like_matmul(x, gate_up, down, gate_up_bias, down_bias)
+    x, gate_up, down, gate_up_bias, down_bias = checks.cast_like_matmul(
+        x, gate_up, down, gate_up_bias, down_bias
+    )
     call = MoeMlpCall(
         x, gate_up, down, expert_weights, gate_up_bias, down_bias, epilogue, transpose_weight,
         gate_layout, weight_on, backend, expert_ids=expert_ids,
@@ -121,7 +125,9 @@ def _check_shapes(call: MoeMlpCall) -> None:
     inner = width // columns
     swap = call.transpose_weight
     means = "(gate_up's E, gate_up's width, x's H)" if not swap else "(gate_up's E, x's H, gate_up's width)"
-    checks.shape(OP, "gate_up", call.gate_up, experts, *((hidden, width) if swap else (width, hidden)), means=means)
+    checks.shape(
+        OP, "gate_up", call.gate_up, experts, *((hidden, width) if swap else (width, hidden)), means=means
+    )
     means = "(gate_up's E, x's H, gate_up's I)" if not swap else "(gate_up's E, gate_up's I, x's H)"
     checks.shape(OP, "down", call.down, experts, *((inner, hidden) if swap else (hidden, inner)), means=means)
     assert call.expert_ids is not None

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from anabranch.ops.positions import call
-from anabranch.ops.positions import builders
+from anabranch.ops.positions import builders, call
 
 
 def rope_index(

@@ -15,7 +15,8 @@ def layout_from_topk(expert_ids: Tensor, num_experts: int) -> ExpertLayout:
     for slot, expert in enumerate(expert_ids.reshape(-1).tolist()):
         if 0 <= expert < num_experts:
             members[expert].append(slot)
-    row_to_slot, slot_to_row, offsets = [], [-1] * (num_tokens * top_k), [0]
+    row_to_slot: list[int] = []
+    slot_to_row, offsets = [-1] * (num_tokens * top_k), [0]
     for slots in members:
         for slot in slots:
             slot_to_row[slot] = len(row_to_slot)
@@ -27,4 +28,6 @@ def layout_from_topk(expert_ids: Tensor, num_experts: int) -> ExpertLayout:
         return torch.tensor(values, dtype=torch.int32, device=expert_ids.device)
 
     counts = int32([len(slots) for slots in members])
-    return ExpertLayout(counts, int32(offsets), int32(row_to_slot), int32(slot_to_row).view(num_tokens, top_k))
+    return ExpertLayout(
+        counts, int32(offsets), int32(row_to_slot), int32(slot_to_row).view(num_tokens, top_k)
+    )

@@ -1,17 +1,17 @@
-"""grouped_gemm in plain PyTorch: one product per expert, on slices that stay in cache."""
+"""grouped_gemm in plain PyTorch: one product per expert, all else by blocks that stay in cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from anabranch._backends.eager.product import Block, gather, wide
+from anabranch._backends.eager.walk import Scratch, Walk
 from anabranch.epilogues import Identity
-from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm.call import GroupedGemmCall
 
-Rows = slice | Tensor
+Gradients = tuple[Tensor | None, ...]
 
 
 def supports(call: GroupedGemmCall) -> str | None:
@@ -19,115 +19,137 @@ def supports(call: GroupedGemmCall) -> str | None:
     return None
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The accumulator's dtype: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def experts(layout: ExpertLayout) -> Iterator[tuple[int, Rows, Tensor]]:
-    """(expert, its rows, their slots) of each expert that has rows; rows without a slot are left out."""
-    assert layout.offsets is not None
-    offsets, slots = layout.offsets.tolist(), layout.row_to_slot.long()
-    holes = offsets[-1] > 0 and int(slots[: offsets[-1]].min()) < 0
-    for expert, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        rows: Rows = slice(start, stop)
-        mine = slots[rows]
-        if holes:
-            rows = torch.nonzero(mine >= 0)[:, 0] + start
-            mine = slots[rows]
-        if mine.numel():
-            yield expert, rows, mine
-
-
-def is_full(layout: ExpertLayout) -> bool:
-    """Whether every row has a slot and every slot a row, so that nothing is left to zero."""
-    full = layout.num_rows == layout.slot_to_row.numel()
-    return full and bool((layout.row_to_slot >= 0).all()) and bool((layout.slot_to_row >= 0).all())
-
-
 def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
     """Writes the output, and the rounded pre-activation if ``h`` is given."""
-    layout, epilogue = call.layout, call.epilogue
-    acc = wide(call.dtype)
-    if not is_full(layout):
+    work = _Work(call)
+    walk, columns = work.walk, call.weight_nk.shape[1]
+    if not call.scatter:
+        walk.zero_rest(out)
+    elif walk.drops:
         out.zero_()
+    if h is not None:
+        walk.zero_rest(h)
+    plain = isinstance(call.epilogue, Identity) and call.scale is None
+    for block in walk.blocks:
+        x = work.inputs(block)
+        if plain and h is None and not call.scatter:
+            y = walk.of_rows(out, block)
+            block.multiply(x, call.weight_nk, y, call.bias)
+            walk.put_back(y, out, block)
+            continue
+        z = work.scratch("z", block, columns) if h is None else walk.of_rows(h, block)
+        y = work.scratch.wide("wide z", block, z)
+        block.multiply_wide(x, call.weight_nk, z, y, call.bias)
         if h is not None:
-            h.zero_()
-    for expert, rows, slots in experts(layout):
-        x = call.x[slots // layout.top_k] if call.gather else call.x[rows]
-        z = _product(call, x, expert)
-        if h is not None:
-            h[rows] = z.to(h.dtype)
-        if not isinstance(epilogue, Identity):
-            z = epilogue.forward(*z.to(acc).chunk(epilogue.columns, dim=-1))
-        if call.scale is not None:
-            z = z.to(acc) * _scale(call, slots)
-        out[slots if call.scatter else rows] = z.to(out.dtype)
+            walk.put_back(z, h, block)
+        if plain:
+            y = z
+        else:
+            y = call.epilogue.forward(*y.chunk(call.epilogue.columns, dim=-1))
+            y = y if work.scale is None else y * work.scale[block.places]
+        out[walk.slots[block.places] if call.scatter else walk.index(block)] = y.to(out.dtype)
 
 
-def backward(
-    call: GroupedGemmCall, grad: Tensor, h: Tensor | None, needs: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
+def backward(call: GroupedGemmCall, grad: Tensor, h: Tensor | None, needs: Sequence[bool]) -> Gradients:
     """The gradients of x, weight, bias and scale; None for those not needed."""
-    layout, acc = call.layout, wide(call.dtype)
-    need_x, need_weight, need_bias, need_scale = needs
-    x_rows = layout.slot_to_row.numel() if call.gather else layout.num_rows
-    d_x = grad.new_zeros(x_rows, call.x.shape[1]) if need_x else None
-    # Contiguous whatever the inputs' strides are, as the fake kernel says.
-    d_weight = grad.new_zeros(call.weight.shape) if need_weight else None
-    d_bias = grad.new_zeros(call.bias.shape, dtype=acc) if need_bias and call.bias is not None else None
-    d_scale = grad.new_zeros(call.scale.shape, dtype=acc) if need_scale and call.scale is not None else None
-
-    for expert, rows, slots in experts(layout):
-        d_y = grad[slots if call.scatter else rows]
-        d_z = _pre_activation_gradient(call, d_y, h, rows, slots, d_scale)
-        x = None
-        if need_weight or (d_scale is not None and h is None):
-            x = call.x[slots // layout.top_k] if call.gather else call.x[rows]
-        if d_scale is not None and h is None:
-            assert x is not None
-            y = _product(call, x, expert).to(acc)
-            d_scale.view(-1)[slots] = (d_y.to(acc) * y).sum(-1)
-        if d_x is not None:
-            d_x[slots if call.gather else rows] = torch.mm(d_z, call.weight_nk[expert])
-        if d_weight is not None:
-            assert x is not None
-            d_weight_nk = d_weight[expert].T if call.transpose_weight else d_weight[expert]
-            d_weight_nk.copy_(torch.mm(d_z.T, x))
-        if d_bias is not None:
-            d_bias[expert] = d_z.to(acc).sum(0)
-
-    if d_x is not None and call.gather:
-        d_x = d_x.view(layout.num_tokens, layout.top_k, d_x.shape[1]).sum(1, dtype=acc).to(call.dtype)
-    if d_bias is not None:
-        d_bias = d_bias.to(call.dtype)
-    if d_scale is not None and call.scale is not None:
-        d_scale = d_scale.to(call.scale.dtype)
-    return d_x, d_weight, d_bias, d_scale
+    work = _Backward(call, needs)
+    for block in work.walk.blocks:
+        work.through(block, grad, h)
+    return work.result()
 
 
-def _product(call: GroupedGemmCall, x: Tensor, expert: int) -> Tensor:
-    weight = call.weight_nk[expert].T
-    # addmm adds the bias to the accumulator, before it is rounded.
-    return torch.mm(x, weight) if call.bias is None else torch.addmm(call.bias[expert], x, weight)
+class _Work:
+    """A call's walk with the scale of each place."""
+
+    def __init__(self, call: GroupedGemmCall) -> None:
+        self.call = call
+        self.walk = Walk.of(call.layout, call.weight_nk.shape[1])
+        self.scratch = Scratch(self.walk, call.x)
+        self.scale = None
+        if call.scale is not None:
+            self.scale = call.scale.reshape(-1, 1)[self.walk.slots].to(wide(call.dtype))
+
+    def inputs(self, block: Block) -> Tensor:
+        """The rows of x."""
+        if not self.call.gather:
+            return self.walk.of_rows(self.call.x, block)
+        memory = self.scratch("x", block, self.call.x.shape[1])
+        return gather(self.call.x, self.walk.tokens[block.places], memory)
 
 
-def _scale(call: GroupedGemmCall, slots: Tensor) -> Tensor:
-    assert call.scale is not None
-    return call.scale.reshape(-1, 1)[slots].to(wide(call.dtype))
+class _Backward(_Work):
+    """The gradients as far as the blocks seen have made them; None for those not needed."""
 
+    def __init__(self, call: GroupedGemmCall, needs: Sequence[bool]) -> None:
+        super().__init__(call)
+        need_x, need_weight, need_bias, need_scale = needs
+        walk, x = self.walk, call.x
+        self.d_x = self.d_scale = None
+        if need_x:
+            self.d_x = walk.new_places(x, x.shape[1]) if call.gather else x.new_empty(x.shape)
+            if not call.gather:
+                walk.zero_rest(self.d_x)
+        self.d_weight = walk.new_gradient(call.weight, need_weight)
+        self.d_bias = walk.new_gradient(call.bias, need_bias)
+        if need_scale and self.scale is not None:
+            self.d_scale = walk.new_places(self.scale, 1)
 
-def _pre_activation_gradient(
-    call: GroupedGemmCall, d_y: Tensor, h: Tensor | None, rows: Rows, slots: Tensor, d_scale: Tensor | None
-) -> Tensor:
-    """d_z of some rows, rounded; with an activation it also fills their ``d_scale`` as ``<d_y, a>``."""
-    if call.scale is None and h is None:
-        return d_y
-    d_a = d_y.to(wide(call.dtype))
-    z = () if h is None else h[rows].to(d_a.dtype).chunk(call.epilogue.columns, dim=-1)
-    if d_scale is not None and h is not None:
-        d_scale.view(-1)[slots] = (d_a * call.epilogue.forward(*z)).sum(-1)
-    if call.scale is not None:
-        d_a = d_a * _scale(call, slots)
-    d_z = d_a if h is None else torch.cat(call.epilogue.backward(d_a, *z), dim=-1)
-    return d_z.to(call.dtype)
+    def through(self, block: Block, grad: Tensor, h: Tensor | None) -> None:
+        """Adds a block."""
+        call, walk = self.call, self.walk
+        if call.scatter:
+            d_y = gather(grad, walk.slots[block.places], self.scratch("d_y", block, grad.shape[1]))
+        else:
+            d_y = walk.of_rows(grad, block)
+        x = (
+            self.inputs(block)
+            if self.d_weight is not None or (self.d_scale is not None and h is None)
+            else None
+        )
+        d_z = self._down(block, d_y, h, x)
+        if self.d_x is not None:
+            d_x = self.d_x[block.places] if call.gather else walk.of_rows(self.d_x, block)
+            block.multiply(d_z, call.weight_nk.mT, d_x)
+            if not call.gather:
+                walk.put_back(d_x, self.d_x, block)
+        if self.d_weight is not None and x is not None:
+            block.weight_gradient(d_z, x, self.d_weight, call.transpose_weight)
+        if self.d_bias is not None:
+            block.bias_gradient(d_z, self.d_bias)
+
+    def _down(self, block: Block, d_y: Tensor, h: Tensor | None, x: Tensor | None) -> Tensor:
+        """From the output's gradient to the accumulator's, rounded."""
+        call, walk = self.call, self.walk
+        if self.scale is None and h is None:
+            return d_y
+        d_a = d_y.to(wide(call.dtype))
+        d_f = d_a if self.scale is None else d_a * self.scale[block.places]
+        d_z: tuple[Tensor, ...] = (d_f,)
+        if h is None:
+            if self.d_scale is not None and x is not None:
+                rounded = self.scratch("a", block, d_y.shape[1])
+                a = self.scratch.wide("wide a", block, rounded)
+                block.multiply_wide(x, call.weight_nk, rounded, a, call.bias)
+        else:
+            z = walk.of_rows(h, block).to(d_a.dtype).chunk(call.epilogue.columns, dim=-1)
+            d_z = call.epilogue.backward(d_f, *z)
+            if self.d_scale is not None:
+                a = call.epilogue.forward(*z)
+        if self.d_scale is not None:
+            self.d_scale[block.places] = (d_a * a).sum(-1, keepdim=True)
+        return self._rounded(block, d_z)
+
+    def _rounded(self, block: Block, d_z: tuple[Tensor, ...]) -> Tensor:
+        out = self.scratch("d_z", block, sum(value.shape[1] for value in d_z))
+        for column, value in zip(out.chunk(len(d_z), dim=-1), d_z, strict=True):
+            column.copy_(value)
+        return out
+
+    def result(self) -> Gradients:
+        """All of them, when every block is through."""
+        d_x, d_scale = self.d_x, self.d_scale
+        if d_x is not None and self.call.gather:
+            d_x = self.walk.combine(d_x)
+        if d_scale is not None and self.call.scale is not None:
+            d_scale = self.walk.to_slots(d_scale).to(self.call.scale.dtype)
+        return d_x, self.d_weight, self.d_bias, d_scale

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from anabranch._backends.eager import Block, Scratch, Walk, gather, matmul_nt, wide
+from anabranch._backends.eager.product import Block, gather, matmul_nt, wide
+from anabranch._backends.eager.walk import Scratch, Walk
 from anabranch.ops.moe_mlp.call import MoeMlpCall
 
 Gradients = tuple[Tensor | None, ...]
@@ -28,18 +28,20 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
     for block in walk.blocks:
         w = work.weights[block.places]
         rounded = work.scratch("z", block, call.gate_up_nk.shape[1]) if h is None else walk.of_rows(h, block)
-        z = block.multiply_wide(work.inputs(block), call.gate_up_nk, rounded, call.gate_up_bias)
+        z = work.scratch.wide("wide z", block, rounded)
+        block.multiply_wide(work.inputs(block), call.gate_up_nk, rounded, z, call.gate_up_bias)
         if h is not None:
             walk.put_back(rounded, h, block)
         a = call.epilogue.forward(*call.columns(z))
         if early:
-            # In half precision the weight joins the rounding that has to be made here anyway; z is our own copy.
+            # The weight joins the rounding that half precision needs here anyway. z is a copy, so a is ours.
             a = a.mul_(w)
-        a = a.to(call.dtype)
-        y_block = y[block.places]
+        a, y_block = work.scratch.rounded("a", block, a), y[block.places]
         for e, i, j in block.experts:
             bias = None if call.down_bias is None else call.down_bias[e]
-            matmul_nt(a[i:j], call.down_nk[e], y_block[i:j], w[i:j] * bias if early and bias is not None else bias)
+            matmul_nt(
+                a[i:j], call.down_nk[e], y_block[i:j], w[i:j] * bias if early and bias is not None else bias
+            )
     out.copy_(walk.combine(y, call.expert_weights if work.on_output and not early else None))
 
 
@@ -85,18 +87,20 @@ class _Backward(_Work):
         self.need_dot = need_weights and self.on_output
         self.need_a = need_down or self.need_dot
         self.d_rows = self.walk.new_places(call.x, call.x.shape[1]) if need_rows else None
-        self.d_gate_up = self.walk.new_gradient(call.gate_up) if need_gate_up else None
-        self.d_down = self.walk.new_gradient(call.down) if need_down else None
+        self.d_gate_up = self.walk.new_gradient(call.gate_up, need_gate_up)
+        self.d_down = self.walk.new_gradient(call.down, need_down)
         self.d_weights = self.walk.new_places(self.weights, 1) if need_weights else None
-        self.d_gate_up_bias = self.walk.new_gradient(call.gate_up_bias) if need_gate_up_bias else None
-        self.d_down_bias = self.walk.new_gradient(call.down_bias) if need_down_bias else None
+        self.d_gate_up_bias = self.walk.new_gradient(call.gate_up_bias, need_gate_up_bias)
+        self.d_down_bias = self.walk.new_gradient(call.down_bias, need_down_bias)
 
     def through(self, block: Block, grad: Tensor, h: Tensor) -> None:
         """Adds a block."""
         call = self.call
         d_out = self.rows_of(grad, block, "d_out")
         if self.need_d_h or self.need_a:
-            d_z = self._down(block, d_out, call.columns(self.walk.of_rows(h, block).to(self.weights.dtype)))
+            z = self.walk.of_rows(h, block)
+            wide_z = self.scratch.wide("wide z", block, z)
+            d_z = self._down(block, d_out, call.columns(z if wide_z is z else wide_z.copy_(z)))
             if self.need_d_h:
                 d_h = self.scratch("d_h", block, h.shape[1])
                 for column, value in zip(call.columns(d_h), d_z, strict=True):
@@ -111,14 +115,13 @@ class _Backward(_Work):
         call, w = self.call, self.weights[block.places]
         d_z: tuple[Tensor, ...] = ()
         if self.need_d_h or self.need_dot:
-            d_a = block.multiply_wide(d_out, call.down_nk.mT, self.scratch("d_a", block, call.down_nk.shape[2]))
+            rounded = self.scratch("d_a", block, call.down_nk.shape[2])
+            d_a = self.scratch.wide("wide d_a", block, rounded)
+            block.multiply_wide(d_out, call.down_nk.mT, rounded, d_a)
         if self.need_d_h:
             d_f = d_a * w if self.on_output else d_a
-            if self.need_a:
-                d_z, a = call.epilogue.backward_and_output(d_f, *z)
-            else:
-                d_z = call.epilogue.backward(d_f, *z)
-        else:
+            d_z = call.epilogue.backward(d_f, *z)
+        if self.need_a:
             a = call.epilogue.forward(*z)
         if self.d_weights is not None and self.on_output:
             dots = (d_a * a).sum(-1, keepdim=True)
@@ -127,7 +130,7 @@ class _Backward(_Work):
                     dots[i:j] += (d_out[i:j].to(dots.dtype) * call.down_bias[e]).sum(-1, keepdim=True)
             self.d_weights[block.places] = dots
         if self.d_down is not None:
-            a = (a * w if self.on_output else a).to(call.dtype)
+            a = self.scratch.rounded("a", block, a * w if self.on_output else a)
             block.weight_gradient(d_out, a, self.d_down, call.transpose_weight)
         return d_z
 
@@ -139,7 +142,8 @@ class _Backward(_Work):
             if self.on_output:
                 block.multiply(d_h, call.gate_up_nk.mT, rows)
             else:
-                d_x = block.multiply_wide(d_h, call.gate_up_nk.mT, rows)
+                d_x = self.scratch.wide("wide d_x", block, rows)
+                block.multiply_wide(d_h, call.gate_up_nk.mT, rows, d_x)
                 if self.d_weights is not None:
                     x = self.rows_of(call.x, block, "x")
                     self.d_weights[block.places] = (d_x * x).sum(-1, keepdim=True)

@@ -49,7 +49,10 @@ def backward(
     if call.scale is not None or h is not None:
         if d_scale is not None and h is None:
             h = _pre_activation(call)
-        d_z = launch.pre_activation_gradient(call, grad, h, d_scale)
+        d_z = call.x.new_empty(layout.num_rows, call.weight_nk.shape[1])
+        launch.pre_activation_gradient(
+            grad, h, call.scale, layout, call.epilogue, grad_rows=z_rows, d_z=d_z, d_scale=d_scale
+        )
         z_rows = ROW
     if need_x:
         rows = call.x.new_empty(layout.num_rows, call.x.shape[1])
@@ -61,7 +64,9 @@ def backward(
     if need_weight:
         d_weight = torch.empty_like(call.weight, memory_format=torch.contiguous_format)
         d_weight_nk = d_weight.mT if call.transpose_weight else d_weight
-        launch.weight_gradient(d_z, call.x, layout, d_weight_nk, z_rows=z_rows, x_rows=TOKEN if call.gather else ROW)
+        launch.weight_gradient(
+            d_z, call.x, layout, d_weight_nk, z_rows=z_rows, x_rows=TOKEN if call.gather else ROW
+        )
     if need_bias:
         assert call.bias is not None
         d_bias = torch.empty_like(call.bias, memory_format=torch.contiguous_format)
@@ -76,5 +81,14 @@ def _pre_activation(call: GroupedGemmCall) -> Tensor:
     """The unscaled output, in row order: without an activation it was not kept."""
     h = call.x.new_empty(call.layout.num_rows, call.weight_nk.shape[1])
     x_rows = TOKEN if call.gather else ROW
-    launch.gemm(call.x, call.weight_nk, call.layout, h, bias=call.bias, epilogue=Identity(), x_rows=x_rows, out_rows=ROW)
+    launch.gemm(
+        call.x,
+        call.weight_nk,
+        call.layout,
+        h,
+        bias=call.bias,
+        epilogue=Identity(),
+        x_rows=x_rows,
+        out_rows=ROW,
+    )
     return h

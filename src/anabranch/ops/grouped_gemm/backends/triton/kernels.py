@@ -269,17 +269,20 @@ def weight_gradient_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def pre_activation_gradient_kernel(
-    grad, h, scale, d_z, d_scale, offsets, row_to_slot, num_rows, num_experts, top_k, N,
-    stride_gm, stride_gn, stride_hm, stride_st, stride_sk, stride_zm,
-    EPILOGUE: tl.constexpr, P: tl.constexpr, GATED: tl.constexpr, GRAD_ROWS: tl.constexpr,
-    HAS_H: tl.constexpr, HAS_SCALE: tl.constexpr, NEED_SCALE: tl.constexpr,
+    grad, h, scale, d_z, a_out, d_scale, offsets, row_to_slot, num_rows, num_experts, top_k, N,
+    stride_gm, stride_gn, stride_hm, stride_st, stride_sk, stride_zm, stride_am,
+    EPILOGUE: tl.constexpr, P: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, GRAD_ROWS: tl.constexpr,
+    HAS_H: tl.constexpr, HAS_SCALE: tl.constexpr, NEED_Z: tl.constexpr, NEED_A: tl.constexpr, NEED_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """``d_z = epilogue'(h) * scale * grad`` and ``d_scale = <grad, epilogue(h)>``, N columns of grad, row by row."""
+    """Row by row, N columns of grad: ``d_z = epilogue'(h) * scale * grad``, ``a_out = scale * epilogue(h)`` and
+    ``d_scale = <grad, epilogue(h)>``. a_out may be grad itself: a tile is read before it is written.
+    """
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     total = tl.load(offsets + num_experts)
-    slots = tl.load(row_to_slot + o_m, mask=o_m < total, other=-1)
+    slots = tl.load(row_to_slot + o_m, mask=o_m < tl.minimum(total, num_rows), other=-1)
     live = slots >= 0
+    o_row = o_m[:, None].to(OFFSET)
     p_g = grad + find_rows(o_m, slots, top_k, GRAD_ROWS, OFFSET)[:, None] * stride_gm
     factor = tl.full([BLOCK_M], 1.0, tl.float32)
     if HAS_SCALE:
@@ -292,23 +295,40 @@ def pre_activation_gradient_kernel(
         m_load = live[:, None] & m_n
         m_store = (o_m < num_rows)[:, None] & m_n
         d = tl.load(p_g + o_n[None, :].to(OFFSET) * stride_gn, mask=m_load, other=0.0).to(tl.float32)
-        p_z = d_z + o_m[:, None].to(OFFSET) * stride_zm + o_n[None, :]
+        scaled = d * factor[:, None]
+        p_z = d_z + o_row * stride_zm
+        a = d
         if not HAS_H:
-            tl.store(p_z, (d * factor[:, None]).to(d_z.dtype.element_ty), mask=m_store)
+            tl.store(p_z + o_n[None, :], scaled.to(d_z.dtype.element_ty), mask=m_store)
+        elif GATED and INTERLEAVED:
+            o_2n = 2 * n + tl.arange(0, 2 * BLOCK_N)[None, :]
+            both = tl.load(h + o_row * stride_hm + o_2n, mask=live[:, None] & (o_2n < 2 * N), other=0.0).to(tl.float32)
+            gate, up = tl.split(tl.reshape(both, [BLOCK_M, BLOCK_N, 2]))
+            d_gate, d_up, a = EPILOGUE(scaled, gate, up, P)
+            if NEED_Z:
+                both = tl.where(live[:, None], tl.reshape(tl.join(d_gate, d_up), [BLOCK_M, 2 * BLOCK_N]), 0.0)
+                m_2n = (o_m < num_rows)[:, None] & (o_2n < 2 * N)
+                tl.store(p_z + o_2n, both.to(d_z.dtype.element_ty), mask=m_2n)
+        elif GATED:
+            p_h = h + o_row * stride_hm + o_n[None, :]
+            gate = tl.load(p_h, mask=m_load, other=0.0).to(tl.float32)
+            up = tl.load(p_h + N, mask=m_load, other=0.0).to(tl.float32)
+            d_gate, d_up, a = EPILOGUE(scaled, gate, up, P)
+            if NEED_Z:
+                tl.store(p_z + o_n[None, :], tl.where(m_load, d_gate, 0.0).to(d_z.dtype.element_ty), mask=m_store)
+                tl.store(p_z + N + o_n[None, :], tl.where(m_load, d_up, 0.0).to(d_z.dtype.element_ty), mask=m_store)
         else:
-            p_h = h + o_m[:, None].to(OFFSET) * stride_hm + o_n[None, :]
-            z = tl.load(p_h, mask=m_load, other=0.0).to(tl.float32)
-            if GATED:
-                up = tl.load(p_h + N, mask=m_load, other=0.0).to(tl.float32)
-                d_gate, d_up, a = EPILOGUE(d * factor[:, None], z, up, P)
-                tl.store(p_z + N, tl.where(m_load, d_up, 0.0).to(d_z.dtype.element_ty), mask=m_store)
-            else:
-                d_gate, a = EPILOGUE(d * factor[:, None], z, P)
-            tl.store(p_z, tl.where(m_load, d_gate, 0.0).to(d_z.dtype.element_ty), mask=m_store)
-            if NEED_SCALE:
-                dot += tl.sum(tl.where(m_load, d * a, 0.0), 1)
+            z = tl.load(h + o_row * stride_hm + o_n[None, :], mask=m_load, other=0.0).to(tl.float32)
+            d_one, a = EPILOGUE(scaled, z, P)
+            if NEED_Z:
+                tl.store(p_z + o_n[None, :], tl.where(m_load, d_one, 0.0).to(d_z.dtype.element_ty), mask=m_store)
+        if NEED_A:
+            weighted = tl.where(m_load, a * factor[:, None], 0.0)
+            tl.store(a_out + o_row * stride_am + o_n[None, :], weighted.to(a_out.dtype.element_ty), mask=m_store)
+        if NEED_SCALE:
+            dot += tl.sum(tl.where(m_load, d * a, 0.0), 1)
     if NEED_SCALE:
-        tl.store(d_scale + slots, dot, mask=live)
+        tl.store(d_scale + slots, dot.to(d_scale.dtype.element_ty), mask=live)
 
 
 @triton.jit

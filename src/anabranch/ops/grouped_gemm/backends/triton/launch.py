@@ -11,18 +11,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from anabranch._backends.triton import device as on
-from anabranch._backends.triton.ragged import ragged, store_width
+from anabranch._backends.triton.ragged import dense, ragged, store_width
 from anabranch._backends.triton.schedule import max_tiles, schedule
 from anabranch.epilogues import Epilogue, Identity
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm import config as tiles
 from anabranch.ops.grouped_gemm.backends.triton import kernels
-from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, SLOT
-from anabranch.ops.grouped_gemm.call import GroupedGemmCall
+from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+
+
+_IDENTITY = Identity()
 
 
 @cache
@@ -59,7 +60,7 @@ def gemm(
     h: Tensor | None = None,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
-    epilogue: Epilogue = Identity(),
+    epilogue: Epilogue = _IDENTITY,
     interleaved: bool = False,
     x_rows: tl.constexpr = ROW,
     out_rows: tl.constexpr = ROW,
@@ -77,24 +78,13 @@ def gemm(
     direct = x_rows is ROW
     rows = layout.num_rows / experts
     config = config or tiles.heuristic(rows, n, x.dtype, limit, gather=not direct, gated=gated)
-    k_major = weight.stride(2) == 1 or weight.stride(1) != 1
     width = config.block_n // epilogue.columns
-    w_arg: Any = weight
-    w_tma = on.tma_refusal(weight if k_major else weight.mT) is None
-    if w_tma:
-        source, block = (
-            (weight, [1, config.block_n if interleaved or not gated else width, config.block_k])
-            if k_major
-            else (weight.mT, [1, config.block_k, config.block_n if interleaved or not gated else width])
-        )
-        w_arg = TensorDescriptor(source, list(source.shape), list(source.stride()), block)
-    x_arg: Any = x
+    two = gated and not interleaved  # two accumulators; gate and up tiles of h end at column N and 2 N
+    w_arg, w_tma, k_major = weight_operand(weight, width if two else config.block_n, config.block_k)
     x_tma = direct and on.tma_refusal(x) is None
-    if x_tma:
-        x_arg = TensorDescriptor(x, list(x.shape), list(x.stride()), [config.block_m, config.block_k])
+    x_arg: Any = dense(x, [config.block_m, config.block_k]) if x_tma else x
     out_tma = out_rows is ROW and on.tma_refusal(out) is None
     t_out = ragged(out, [config.block_m, store_width(width)]) if out_tma else None
-    two = gated and not interleaved  # gate and up tiles of h end at column N and 2 N
     halves = () if h is None else (h[:, :columns], h[:, columns:]) if two else (h,)
     h_tma = h is not None and all(on.tma_refusal(half) is None for half in halves)
     h_width = store_width(width if two else config.block_n)
@@ -116,6 +106,15 @@ def gemm(
             BLOCK_K=config.block_k, GROUP_M=config.group_m, OFFSET=_offset_type(x, weight[:1], out, h, scale),
             FLATTEN=config.flatten, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
+
+
+def weight_operand(weight: Tensor, block_n: int, block_k: int) -> tuple[Any, bool, bool]:
+    """What a kernel's load_w reads of an (E, N, K_dim) view: (argument, whether by TMA, whether K is contiguous)."""
+    k_major = weight.stride(2) == 1 or weight.stride(1) != 1
+    source, block = (weight, [1, block_n, block_k]) if k_major else (weight.mT, [1, block_k, block_n])
+    if on.tma_refusal(source) is not None:
+        return weight, False, k_major
+    return dense(source, block), True, k_major
 
 
 def weight_gradient(
@@ -143,8 +142,7 @@ def weight_gradient(
         arguments.append(ragged(value, [config.block_m, block]) if tma else value)
         used.append(tma)
     w_tma = on.tma_refusal(d_weight) is None
-    block = [1, config.block_n, config.block_k]
-    t_w = TensorDescriptor(d_weight, list(d_weight.shape), list(d_weight.stride()), block) if w_tma else None
+    t_w = dense(d_weight, [1, config.block_n, config.block_k]) if w_tma else None
     grid = min(work, on.num_sms(x.device)) if config.flatten else work
     with on.current(x.device):
         kernels.weight_gradient_kernel[(grid,)](
@@ -157,29 +155,41 @@ def weight_gradient(
 
 
 def pre_activation_gradient(
-    call: GroupedGemmCall, grad: Tensor, h: Tensor | None, d_scale: Tensor | None
-) -> Tensor:
-    """d_z (R, N), zeros where no slot is, and ``d_scale`` (T, K) fp32 at the live slots if given."""
-    layout = call.layout
+    grad: Tensor,
+    h: Tensor | None,
+    scale: Tensor | None,
+    layout: ExpertLayout,
+    epilogue: Epilogue,
+    *,
+    grad_rows: tl.constexpr,
+    interleaved: bool = False,
+    d_z: Tensor | None = None,
+    a_out: Tensor | None = None,
+    d_scale: Tensor | None = None,
+) -> None:
+    """From the gradient of ``scale * epilogue(h)`` (rows, N) and h in row order, writes what is given.
+
+    d_z (R, columns of h), zeros without a slot; a_out (R, N), the scaled output again, possibly grad itself where that is in
+    row order; d_scale (T, K), contiguous, at live slots alone. Without h the epilogue is identity.
+    """
     assert layout.offsets is not None
-    columns = call.out_columns
-    d_z = call.x.new_empty(layout.num_rows, call.weight_nk.shape[1])
-    code = device_code(call.epilogue)
+    columns, rows = grad.shape[1], layout.num_rows
+    if rows == 0 or columns == 0:
+        return
+    code = device_code(epilogue)
     assert code is not None
-    block_m, block_n = 16, min(256, triton.next_power_of_2(max(columns, 16)))
-    if d_z.numel() == 0:
-        return d_z
-    with on.current(call.device):
-        kernels.pre_activation_gradient_kernel[(triton.cdiv(layout.num_rows, block_m),)](
-            grad, h, call.scale, d_z, d_scale, layout.offsets, layout.row_to_slot, layout.num_rows,
+    block_n = min(256, triton.next_power_of_2(max(columns, 16)))
+    with on.current(grad.device):
+        kernels.pre_activation_gradient_kernel[(triton.cdiv(rows, 8),)](
+            grad, h, scale, d_z, a_out, d_scale, layout.offsets, layout.row_to_slot, rows,
             layout.offsets.shape[0] - 1, layout.top_k, columns, *grad.stride(), 0 if h is None else h.stride(0),
-            *((0, 0) if call.scale is None else call.scale.stride()), d_z.stride(0),
-            EPILOGUE=code.backward, P=parameters(call.epilogue), GATED=call.epilogue.columns == 2,
-            GRAD_ROWS=SLOT if call.scatter else ROW, HAS_H=h is not None, HAS_SCALE=call.scale is not None,
-            NEED_SCALE=d_scale is not None, BLOCK_M=block_m, BLOCK_N=block_n,
-            OFFSET=_offset_type(grad, h, d_z, call.scale), num_warps=4,
+            *((0, 0) if scale is None else scale.stride()), 0 if d_z is None else d_z.stride(0),
+            0 if a_out is None else a_out.stride(0),
+            EPILOGUE=code.backward, P=parameters(epilogue), GATED=epilogue.columns == 2, INTERLEAVED=interleaved,
+            GRAD_ROWS=grad_rows, HAS_H=h is not None, HAS_SCALE=scale is not None, NEED_Z=d_z is not None,
+            NEED_A=a_out is not None, NEED_SCALE=d_scale is not None, BLOCK_M=8, BLOCK_N=block_n,
+            OFFSET=_offset_type(grad, h, d_z, scale), num_warps=4,
         )  # fmt: skip
-    return d_z
 
 
 def bias_gradient(

@@ -1,0 +1,106 @@
+"""Products on slices of experts: the fastest that PyTorch has for a device and a dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ONEDNN_WORTH = 2**20
+"""Multiplications from which oneDNN's speed outweighs what it takes to call it."""
+
+_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_CONVERTS_FP16 = _ONEDNN and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+_MM_KEEPS_FP32 = "dtype" in torch.ops.aten.mm.overloads()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The accumulator's dtype: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def exposes_accumulator(value: Tensor) -> bool:
+    """Whether a product of half precision matrices can be had before it is rounded."""
+    if value.device.type == "cpu":
+        return value.dtype == torch.float16 and _CONVERTS_FP16
+    return value.device.type == "cuda" and value.dtype in (torch.float16, torch.bfloat16) and _MM_KEEPS_FP32
+
+
+def matmul_nt(a: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """``out = a @ w.T + bias`` for any strides, rounded once; bias is (N,) or (M, N).
+
+    ``out`` has the operands' dtype, or where :func:`exposes_accumulator` says so fp32.
+    """
+    on_cpu = a.device.type == "cpu"
+    if on_cpu and a.dtype == torch.float16 and _CONVERTS_FP16:
+        # Without fp16 arithmetic in the CPU, torch.mm multiplies number by number.
+        a, w = a.float(), w.float()
+    if on_cpu and a.dtype == torch.float32 and _ONEDNN and a.numel() * w.shape[0] >= ONEDNN_WORTH:
+        # torch.mm would take MKL, which runs at half of oneDNN's speed on the CPUs of other vendors.
+        value = torch.ops.mkldnn._linear_pointwise.default(a, w, None, "none", [], "")
+    elif out.dtype == a.dtype:
+        if bias is None:
+            torch.mm(a, w.T, out=out)
+        else:
+            torch.addmm(bias.to(a.dtype), a, w.T, out=out)
+        return
+    else:
+        value = torch.mm(a, w.T) if on_cpu else torch.mm(a, w.T, out_dtype=out.dtype)
+    if bias is None:
+        out.copy_(value)
+    else:
+        torch.add(value, bias, out=out)
+
+
+def gather(value: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    """``out = value[index]``, by rows."""
+    # Gathering rows whose elements are scattered costs more than this one copy.
+    return torch.index_select(value if value.stride(-1) == 1 else value.contiguous(), 0, index, out=out)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some consecutive experts' places in a walk: ``start:stop``, and (expert, i, j), i:j counted from start."""
+
+    start: int
+    stop: int
+    experts: list[tuple[int, int, int]]
+
+    @property
+    def places(self) -> slice:
+        """``start:stop``."""
+        return slice(self.start, self.stop)
+
+    @property
+    def size(self) -> int:
+        """How many places."""
+        return self.stop - self.start
+
+    def multiply(self, a: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        """Each expert's rows of ``a`` times its matrix of ``weight`` (E, N, K_dim), plus its row of ``bias``."""
+        for e, i, j in self.experts:
+            matmul_nt(a[i:j], weight[e], out[i:j], None if bias is None else bias[e])
+
+    def multiply_wide(
+        self, a: Tensor, weight: Tensor, rounded: Tensor, exact: Tensor, bias: Tensor | None = None
+    ) -> None:
+        """:meth:`multiply` into ``rounded`` and, unrounded where that is to be had, into the fp32 ``exact``.
+
+        Both are one tensor where the operands' dtype is the accumulator's.
+        """
+        first, second = (exact, rounded) if exposes_accumulator(a) else (rounded, exact)
+        self.multiply(a, weight, first, bias)
+        if first is not second:
+            second.copy_(first)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, d_weight: Tensor, transposed: bool) -> None:
+        """Each expert's ``grad.T @ x`` into its matrix of ``d_weight``, or if that is transposed ``x.T @ grad``."""
+        left, right = (x, grad) if transposed else (grad, x)
+        for e, i, j in self.experts:
+            matmul_nt(left[i:j].T, right[i:j].T, d_weight[e])
+
+    def bias_gradient(self, grad: Tensor, d_bias: Tensor) -> None:
+        """The sum of each expert's rows of ``grad`` into its row of ``d_bias``."""
+        for e, i, j in self.experts:
+            d_bias[e] = grad[i:j].sum(0, dtype=wide(grad.dtype))

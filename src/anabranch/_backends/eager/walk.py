@@ -1,0 +1,162 @@
+"""The walk over experts, in blocks that stay in cache, and the sum over a token's choices at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from anabranch._backends.eager.product import Block, wide
+from anabranch.layout import ExpertLayout
+
+BLOCK = 2**18
+"""Elements of pre-activation in a block: large enough to outweigh the calls, small enough for the cache."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The rows that have a slot, in expert order; a row's place is its number among them.
+
+    Attributes:
+        blocks: cut at experts.
+        slots: (places,) slot of each.
+        tokens: (places,) token of each.
+        rows: (places,) row of each, or None where place and row are the same.
+        slot_to_place: (T, K); the number of places where a slot is dropped.
+        idle: experts without a row.
+    """
+
+    blocks: list[Block]
+    slots: Tensor
+    tokens: Tensor
+    rows: Tensor | None
+    slot_to_place: Tensor
+    idle: list[int]
+
+    @classmethod
+    def of(cls, layout: ExpertLayout, width: int) -> Walk:
+        """Through a layout, in blocks for ``width`` columns. Reads the offsets on the host."""
+        assert layout.offsets is not None
+        offsets, rows = layout.offsets.tolist(), None
+        slots = layout.row_to_slot[: offsets[-1]]
+        if slots.numel() and int(slots.min()) < 0:
+            rows = torch.nonzero(slots >= 0)[:, 0]
+            slots, offsets = slots[rows], torch.searchsorted(rows, layout.offsets.long()).tolist()
+        places, inverse = offsets[-1], layout.slot_to_row
+        if rows is not None:
+            inverse = torch.full_like(inverse, -1).view(-1)
+            inverse[slots.long()] = torch.arange(places, dtype=inverse.dtype, device=inverse.device)
+            inverse = inverse.view(layout.slot_to_row.shape)
+        if places < inverse.numel():
+            inverse = torch.where(inverse < 0, places, inverse)
+        blocks = list(_blocks(offsets, max(1, BLOCK // max(1, width))))
+        idle = [e for e, (start, stop) in enumerate(pairwise(offsets)) if start == stop]
+        return cls(blocks, slots, slots // max(1, layout.top_k), rows, inverse, idle)
+
+    @property
+    def places(self) -> int:
+        """How many."""
+        return self.slots.shape[0]
+
+    @property
+    def drops(self) -> bool:
+        """Whether some slot has no place."""
+        return self.places < self.slot_to_place.numel()
+
+    def index(self, block: Block) -> slice | Tensor:
+        """The rows of a block."""
+        return block.places if self.rows is None else self.rows[block.places]
+
+    def of_rows(self, value: Tensor, block: Block) -> Tensor:
+        """A block of a matrix in row order: a view, unless some row has no slot."""
+        return value[self.index(block)]
+
+    def put_back(self, part: Tensor, value: Tensor, block: Block) -> None:
+        """Writes to ``value`` what :meth:`of_rows` took, if that was no view."""
+        if self.rows is not None:
+            value[self.rows[block.places]] = part
+
+    def zero_rest(self, value: Tensor) -> None:
+        """Zeroes the rows without a slot of a matrix in row order."""
+        if self.rows is not None:
+            value.zero_()
+        else:
+            value[self.places :].zero_()
+
+    def new_gradient(self, weight: Tensor | None, needed: bool) -> Tensor | None:
+        """Contiguous memory for an expert weight's gradient, if needed; zero where no block will write."""
+        if weight is None or not needed:
+            return None
+        grad = weight.new_empty(weight.shape)
+        for expert in self.idle:
+            grad[expert].zero_()
+        return grad
+
+    def new_places(self, like: Tensor, columns: int) -> Tensor:
+        """(places + 1, columns), for results by place: the last row stands for dropped slots and is zero."""
+        value = like.new_empty(self.places + 1, columns)
+        value[self.places].zero_()
+        return value
+
+    def to_slots(self, value: Tensor) -> Tensor:
+        """(T, K) of the numbers in ``value``, which :meth:`new_places` made."""
+        return value.view(-1)[self.slot_to_place]
+
+    def combine(self, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        """(T, H): each token's sum over its choices' places in ``y``, which :meth:`new_places` made.
+
+        In the accumulator's dtype and in slot order, rounded once.
+        """
+        (tokens, top_k), acc = self.slot_to_place.shape, wide(y.dtype)
+        if weights is not None:
+            # A dropped slot's weight may be NaN.
+            weights = torch.where(self.slot_to_place < self.places, weights.to(acc), 0)
+        bag = y.device.type == "cpu" and (weights is None or y.dtype == acc)
+        if bag and self.slot_to_place.numel() and y.shape[1]:
+            return embedding_bag(self.slot_to_place, y, mode="sum", per_sample_weights=weights)
+        total = y.new_zeros(tokens, y.shape[1], dtype=acc)
+        for k in range(top_k):
+            term = y.index_select(0, self.slot_to_place[:, k]).to(acc)
+            total = total.add_(term) if weights is None else total.addcmul_(term, weights[:, k, None])
+        return total.to(y.dtype)
+
+
+class Scratch:
+    """Memory that blocks use one after another, by name; allocated when first asked for."""
+
+    def __init__(self, walk: Walk, like: Tensor) -> None:
+        self.rows = max((block.size for block in walk.blocks), default=0)
+        self.like = like
+        self.held: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, block: Block, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+        """(block.size, columns) of ``like``'s dtype, or of another."""
+        if name not in self.held:
+            self.held[name] = self.like.new_empty(self.rows, columns, dtype=dtype)
+        return self.held[name][: block.size]
+
+    def wide(self, name: str, block: Block, rounded: Tensor) -> Tensor:
+        """Memory for what ``rounded`` holds in the accumulator's dtype: itself, if it has that."""
+        dtype = wide(rounded.dtype)
+        return rounded if rounded.dtype == dtype else self(name, block, rounded.shape[1], dtype)
+
+    def rounded(self, name: str, block: Block, value: Tensor) -> Tensor:
+        """``value`` in ``like``'s dtype."""
+        return value if value.dtype == self.like.dtype else self(name, block, value.shape[1]).copy_(value)
+
+
+def _blocks(offsets: list[int], rows: int) -> Iterator[Block]:
+    """Consecutive experts that have at least ``rows`` places together; those without any do not appear."""
+    first, experts = 0, []
+    for expert, (start, stop) in enumerate(pairwise(offsets)):
+        if stop > start:
+            experts.append((expert, start - first, stop - first))
+        if stop - first >= rows:
+            yield Block(first, stop, experts)
+            first, experts = stop, []
+    if experts:
+        yield Block(first, offsets[-1], experts)

@@ -1,0 +1,144 @@
+"""The demo's text: what is read, what is held out, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import pytest
+import torch
+
+from anabranch.cli.demo import data
+from anabranch.cli.demo.data import batch, load_corpus, validation_windows
+from anabranch.cli.failure import Failure
+
+
+def write(folder, **files):
+    for name, content in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def as_bytes(tensor):
+    return bytes(tensor.tolist())
+
+
+def test_standard_library():
+    corpus = load_corpus(None, 256)
+    assert corpus.name == "the Python standard library"
+    assert corpus.files > 300
+    assert len(corpus.train) > 5_000_000
+    assert len(corpus.validation) == data.VALIDATION_CAP
+    assert corpus.fingerprint == load_corpus(None, 256).fingerprint
+
+
+def test_whole_files_are_held_out(tmp_path):
+    write(tmp_path, **{f"{index:02}.txt": bytes([65 + index]) * 300 for index in range(40)})
+    corpus = load_corpus(tmp_path, 32)
+    assert corpus.files == 40
+    train, held_out = set(as_bytes(corpus.train)), set(as_bytes(corpus.validation))
+    assert len(held_out - {10}) == 2
+    assert train & held_out <= {10}
+
+
+def test_end_of_a_single_file_is_held_out(tmp_path):
+    text = bytes(range(1, 251)) * 40
+    write(tmp_path, a=text)
+    corpus = load_corpus(tmp_path / "a", 32)
+    assert as_bytes(corpus.train) + as_bytes(corpus.validation) == text
+    assert len(corpus.validation) == len(text) // 20
+
+
+def test_order_does_not_depend_on_the_file_system(tmp_path, monkeypatch):
+    write(tmp_path, **{f"{name}__{name}.txt": name.encode() * 400 for name in "abcdefgh"})
+    forwards = load_corpus(tmp_path, 32)
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: reversed(list(scandir(path))))
+    assert load_corpus(tmp_path, 32).fingerprint == forwards.fingerprint
+
+
+def test_what_is_not_text_is_left_out(tmp_path, monkeypatch):
+    write(
+        tmp_path, a=b"a" * 3000, b=b"\0" + b"b" * 3000, c=b"", d=b"d" * 3000, __hidden=b"", e__f=b"f" * 3000
+    )
+    write(tmp_path, **{".git__x": b"x" * 3000, "__pycache__".replace("__", "_") + "__y": b"y" * 30})
+    (tmp_path / "d").chmod(0)
+    read_bytes = type(tmp_path).read_bytes
+
+    def refuse(path):  # whoever runs the tests may be allowed to read anything
+        if path.name == "d":
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(path)
+
+    monkeypatch.setattr(type(tmp_path), "read_bytes", refuse)
+    corpus = load_corpus(tmp_path, 32)
+    seen = set(as_bytes(corpus.train) + as_bytes(corpus.validation))
+    assert seen == set(b"afy\n")
+    assert corpus.skipped == 2
+    with pytest.raises(Failure, match=r"cannot read .*d: Permission denied"):
+        load_corpus(tmp_path / "d", 32)
+
+
+def test_caps(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "TRAIN_CAP", 5000)
+    monkeypatch.setattr(data, "VALIDATION_CAP", 400)
+    write(tmp_path, a=b"a" * 100_000, b=b"b" * 100_000)
+    corpus = load_corpus(tmp_path, 32)
+    assert len(corpus.train) <= 5000
+    assert len(corpus.validation) == 5400 // 20
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"holds 0 bytes of text; the demo needs at least 20,500"),
+        (b" \n", r"holds 0 bytes of text"),
+        (b"x" * 20_499, r"holds 20,499 bytes of text; the demo needs at least 20,500"),
+        (b"x" * 30_000 + b"\0", r"is not a text file"),
+    ],
+)
+def test_refused(run, tmp_path, content, message):
+    (tmp_path / "text").write_bytes(content)
+    with pytest.raises(Failure, match=message):
+        load_corpus(tmp_path / "text", 256)
+    result = run("demo", "--text", tmp_path / "text", "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(Failure, match="there is no file or folder"):
+        load_corpus(tmp_path / "missing", 32)
+    with pytest.raises(Failure, match="holds no readable text file"):
+        load_corpus(tmp_path, 32)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(Failure, match="is not a text file"):
+        load_corpus(tmp_path / "pipe", 32)
+
+
+def test_batches_follow_from_seed_and_step():
+    text = torch.arange(251, dtype=torch.uint8).repeat(4)
+    inputs, targets = batch(text, 3, 0, 4, 16)
+    assert inputs.shape == (4, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(batch(text, 3, 0, 4, 16)[0], inputs)
+    assert not torch.equal(batch(text, 4, 0, 4, 16)[0], inputs)
+    assert not torch.equal(batch(text, 3, 1, 4, 16)[0], inputs)
+    # The shortest text there can be has one window.
+    assert torch.equal(batch(text[:17], 0, 0, 1, 16)[1][0], text[1:17].long())
+
+
+def test_windows_cover_the_validation_bytes():
+    text = torch.arange(100, dtype=torch.uint8)
+    inputs, targets = validation_windows(text, 16)
+    assert inputs.flatten().tolist() == list(range(96))
+    assert targets.flatten().tolist() == list(range(1, 97))
+
+
+def test_zlib(tmp_path):
+    write(tmp_path, a=bytes(range(1, 251)) * 40)
+    corpus = load_corpus(tmp_path / "a", 32)
+    held_out = as_bytes(corpus.validation)
+    assert corpus.zlib_bits_per_byte == 8 * len(zlib.compress(held_out, 9)) / len(held_out)

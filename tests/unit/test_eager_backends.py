@@ -1,0 +1,139 @@
+"""What the eager backends share: products of any strides by whichever library, blocks, and the sum over choices."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from anabranch import ExpertLayout, grouped_gemm, moe_mlp
+from anabranch._backends.eager import product, walk
+from anabranch.testing import assert_component_wise, assert_same, randn, routing, strided
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+LAYOUTS = ["dense", "transposed", "offset", "padded", "every_second", "expanded", "expanded_columns"]
+M, N, K_DIM = 120, 112, 96
+assert M * N * K_DIM >= product.ONEDNN_WORTH
+
+
+def made(layout, *shape, dtype):
+    value = randn(*shape, dtype=dtype)
+    return value if layout == "dense" else strided(value, layout)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [M, 3])
+@pytest.mark.parametrize("bias", [None, (N,), (M, N)], ids=str)
+def test_products_of_any_strides(bias, rows, dtype):
+    for left, right in [*zip(LAYOUTS, LAYOUTS, strict=True), *pairwise(LAYOUTS)]:
+        a, w = made(left, M, K_DIM, dtype=dtype)[:rows], made(right, N, K_DIM, dtype=dtype)
+        b = None if bias is None else randn(*bias, dtype=dtype)[: rows if len(bias) == 2 else N]
+        around = torch.full((rows, N + 5), 7.0, dtype=dtype)
+        product.matmul_nt(a, w, around[:, 2 : N + 2], b)
+        expected, size = a.double() @ w.double().T, a.double().abs() @ w.double().abs().T
+        if b is not None:
+            expected, size = expected + b.double(), size + b.double().abs()
+        assert_component_wise(around[:, 2 : N + 2], expected, size, K_DIM, name=f"{left} x {right}")
+        assert bool((around[:, :2] == 7).all())
+        assert bool((around[:, N + 2 :] == 7).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [M, 3])
+def test_the_accumulator_is_exposed_where_that_is_said(rows, dtype):
+    a, w, bias = (randn(*s, dtype=dtype) for s in ((rows, K_DIM), (N, K_DIM), (N,)))
+    if not product.exposes_accumulator(a):
+        return
+    out = torch.empty(rows, N)
+    product.matmul_nt(a, w, out, bias)
+    expected, size = (
+        a.double() @ w.double().T + bias.double(),
+        a.abs().double() @ w.abs().double().T + bias.abs(),
+    )
+    assert_component_wise(out, expected, size, K_DIM)
+
+
+def combine(values, dtype, columns):
+    """The sum of one token's rows, each of one number."""
+    choices = torch.arange(len(values))[None] * 0
+    path = walk.Walk.of(ExpertLayout.from_topk(choices, 1), 1)
+    y = path.new_places(torch.empty(0, dtype=dtype), columns)
+    y[:-1] = torch.tensor(values, dtype=dtype)[:, None]
+    return path.combine(y)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 64, 200])
+def test_sums_over_choices_are_rounded_once(columns):
+    assert bool((combine([256, 1, 1, 1, 1, 1, 1, 0], torch.bfloat16, columns) == 262).all())
+    assert bool((combine([1, 2.0**-9, -1], torch.bfloat16, columns) == 2.0**-9).all())
+    assert bool((combine([2048, 1, 1, 1, 1], torch.float16, columns) == 2052).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dropped", [0.0, 0.4])
+def test_combine(dropped, dtype):
+    ids = routing(50, 6, 4, dropped=dropped)
+    weights = torch.rand(50, 4, dtype=dtype).where((ids >= 0) & (ids < 6), torch.nan)
+    layout = ExpertLayout.from_topk(ids, 6)
+    path = walk.Walk.of(layout, 1)
+    assert path.drops == (dropped > 0)
+    y = path.new_places(torch.empty(0, dtype=dtype), 40)
+    y[:-1] = randn(path.places, 40, dtype=dtype)
+    terms = y.double()[layout.slot_to_row.where(layout.slot_to_row >= 0, path.places)]
+    for w in (None, weights):
+        exact = terms if w is None else terms * w.double().nan_to_num()[..., None]
+        assert_component_wise(path.combine(y, w), exact.sum(1), exact.abs().sum(1), 4)
+
+
+def test_a_walk_leaves_out_rows_without_a_slot():
+    counts, row_to_slot = torch.tensor([0, 3, 0, 2]), torch.tensor([4, -1, 0, 9, 2, 5])
+    path = walk.Walk.of(ExpertLayout.from_sorted(counts, row_to_slot, 2), walk.BLOCK)
+    assert [(b.start, b.stop, b.experts) for b in path.blocks] == [(0, 2, [(1, 0, 2)]), (2, 3, [(3, 0, 1)])]
+    assert path.idle == [0, 2]
+    assert path.rows is not None
+    assert path.rows.tolist() == [0, 2, 4]
+    assert path.slots.tolist() == [4, 0, 2]
+    assert path.tokens.tolist() == [2, 0, 1]
+    assert path.slot_to_place.tolist() == [[1, 3], [2, 3], [0, 3]]
+
+
+@pytest.mark.parametrize("flags", [{}, {"gather": True, "activation": "swiglu"}, {"scatter": True}], ids=str)
+def test_rows_without_a_slot_do_nothing(flags):
+    """In the middle of an expert's rows: as if the rows there are had been told alone."""
+    counts, row_to_slot = torch.tensor([0, 3, 0, 2]), torch.tensor([4, -1, 0, -1, 2, -1])
+    layout = ExpertLayout.from_sorted(counts, row_to_slot, 2)
+    x = randn(3 if flags.get("gather") else 6, 5, dtype=torch.float64)
+    if not flags.get("gather"):
+        x[row_to_slot < 0] = torch.nan
+    scale = torch.tensor([[0.5, torch.nan], [2.0, torch.nan], [3.0, torch.nan]], dtype=torch.float64)
+    x, weight, scale = (v.requires_grad_() for v in (x, randn(4, 6, 5, dtype=torch.float64), scale))
+    out = grouped_gemm(x, weight, layout, scale=scale, **flags)
+    expected = [torch.zeros(out.shape[1], dtype=torch.float64)] * 6
+    for row, expert in ((0, 1), (2, 1), (4, 3)):
+        slot = int(row_to_slot[row])
+        y = weight[expert] @ x[slot // 2 if flags.get("gather") else row]
+        if "activation" in flags:
+            y = torch.nn.functional.silu(y[:3]) * y[3:]
+        expected[slot if flags.get("scatter") else row] = y * scale.view(-1)[slot]
+    expected = torch.stack(expected)
+    torch.testing.assert_close(out, expected)
+    grad = randn(*out.shape, dtype=torch.float64)
+    for a, b in zip(
+        *(torch.autograd.grad(y, (x, weight, scale), grad) for y in (out, expected)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_do_not_show(dtype, monkeypatch):
+    """However experts are put together, the result is the same to the bit."""
+    ids = routing(40, 8, 2, "zipf", dropped=0.1)
+    shapes = ((40, 16), (8, 24, 16), (8, 16, 12), (40, 2), (8, 24), (8, 16))
+    x, up, down, w, up_bias, down_bias = (randn(*s, dtype=dtype).requires_grad_() for s in shapes)
+    results = []
+    for size in (walk.BLOCK, 1, 200):
+        monkeypatch.setattr(walk, "BLOCK", size)
+        out = moe_mlp(x, up, down, ids, w, gate_up_bias=up_bias, down_bias=down_bias)
+        results.append((out, *torch.autograd.grad(out.sum(), (x, up, down, w, up_bias, down_bias))))
+    for result in results[1:]:
+        for actual, expected in zip(result, results[0], strict=True):
+            assert_same(actual, expected)
