@@ -46,6 +46,13 @@ class Epilogue:
         return f"{self.name}({given})" if given else self.name
 
 
+def positive(epilogue: Epilogue, parameter: str) -> None:
+    """Demands that a parameter is above 0 (NaN is not)."""
+    value = getattr(epilogue, parameter)
+    if not value > 0:
+        raise ArgumentError(epilogue.name, parameter, expected="a number above 0", got=value)
+
+
 class Gated(Epilogue):
     """``inner(gate) * up``, for an epilogue ``inner`` of one column."""
 

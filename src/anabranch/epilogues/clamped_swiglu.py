@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from anabranch.epilogues.base import Epilogue, register
+from anabranch.epilogues.base import Epilogue, positive, register
 from anabranch.epilogues.swiglu import Swiglu
 
 _SWIGLU = Swiglu()
@@ -23,6 +23,9 @@ class ClampedSwiglu(Epilogue):
     name = "clamped_swiglu"
     columns = 2
     limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        positive(self, "limit")
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
         return _SWIGLU.forward(gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anabranch.epilogues.base import Epilogue, register
+from anabranch.epilogues.base import Epilogue, positive, register
 
 
 @register
@@ -22,6 +22,9 @@ class GptOss(Epilogue):
     columns = 2
     alpha: float = 1.702
     limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        positive(self, "limit")
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
         gate = gate.clamp(max=self.limit)

@@ -1,7 +1,7 @@
 """Compiling the Triton kernels of a call ahead of time, for a GPU that need not be there.
 
-Inside :func:`compiling`, operations on CPU tensors launch nothing: each launch compiles its kernel for the target with the very
-arguments, tiles and load paths that the launcher chose, and what the compiler says of it is collected.
+Inside :func:`compiling`, operations on CPU tensors launch nothing: each launch compiles its kernel for the target
+with the very arguments, tiles and load paths that the launcher chose, and what the compiler says of it is collected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from anabranch._backends.triton import device
 
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
-"""Bytes of shared memory a program may have, by compute capability (CUDA C++ Programming Guide, table of technical specifications)."""
+"""Bytes of shared memory a program may have, by compute capability (CUDA C++ Programming Guide)."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,15 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
 
     with (
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(device, "capability", lambda _: divmod(arch, 10)),
-        mock.patch.object(device, "num_sms", lambda _: 132),
-        mock.patch.object(device, "shared_memory_limit", lambda _: SHARED_MEMORY[arch]),
+        mock.patch.object(device, "capability", return_value=divmod(arch, 10)),
+        mock.patch.object(device, "num_sms", return_value=132),
+        mock.patch.object(device, "shared_memory_limit", return_value=SHARED_MEMORY[arch]),
     ):
         yield found
 
 
 def resources(cubin: bytes) -> tuple[int | None, int | None]:
-    """(registers a thread, bytes spilled to local memory) of a compiled kernel, by cuobjdump; None where it is missing."""
+    """(registers a thread, bytes spilled) of a compiled kernel, by cuobjdump; None where that is missing."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     found = str(tool) if tool.exists() else shutil.which("cuobjdump")
     if not found:

@@ -105,7 +105,7 @@ def check(case: Case, dtype: torch.dtype, backend: str, scale: float = 1.0) -> N
 
 
 def close(name: str, actual: Tensor, truth: Tensor, plain: Tensor, case: Case) -> None:
-    """Within the budget of plain PyTorch, or of a random walk of the roundings of as many terms where that was lucky."""
+    """Within the budget of plain PyTorch, or where that was lucky of a random walk of as many roundings as terms."""
     truth = truth.double()
     if truth.numel() == 0:
         assert actual.shape == truth.shape

@@ -148,5 +148,7 @@ def test_ids_of_any_strides_in_the_gradient():
 def test_what_it_refuses():
     with pytest.raises(UnsupportedError, match="triton: it computes in fp32, too coarse for float64"):
         topk_router(randn(2, 4, dtype=torch.float64), 1, backend="triton")
-    with pytest.raises(UnsupportedError, match="triton: it holds 4096 experts of a token, not 1 groups of 8192"):
+    with pytest.raises(
+        UnsupportedError, match="triton: it holds 4096 experts of a token, not 1 groups of 8192"
+    ):
         topk_router(randn(1, 5000), 1, backend="triton")

@@ -32,7 +32,9 @@ def _combine_kernel(
             row = tl.load(slot_to_row + t * TOP_K + first + i, mask=here, other=-1).to(tl.int64)
             rows = rows + (row,)
             if WEIGHTED:
-                factors = factors + (tl.load(weights + t * stride_wt + (first + i) * stride_wk, mask=here, other=0.0),)
+                factors = factors + (
+                    tl.load(weights + t * stride_wt + (first + i) * stride_wk, mask=here, other=0.0),
+                )
         values = ()
         for i in tl.static_range(UNROLL):
             live = (rows[i] >= 0) & (rows[i] < num_rows)

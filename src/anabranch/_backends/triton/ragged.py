@@ -1,8 +1,8 @@
-"""Descriptors whose loads and stores stop at a row given with the coordinates: one expert's rows, full tiles and partial.
+"""Descriptors of tiles: dense ones, and ragged ones that stop at a row given with the coordinates.
 
-The row coordinate counts back from 2**30, and two more dimensions, whose strides wrap around 2**64 bytes, bring it to its place; so
-what lies past the expert's last row is out of the descriptor's bounds, reads as zeros and is not written (the idea is
-triton.tools.ragged_tma's).
+A ragged descriptor reads and writes one expert's rows in full tiles and partial. Its row coordinate counts back
+from 2**30, and two more dimensions, whose strides wrap around 2**64 bytes, bring it to its place; so what lies past
+the expert's last row is out of bounds, reads as zeros and is not written (the idea is triton.tools.ragged_tma's).
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def grouped_gemm(
         activation: an epilogue by name or value (:mod:`anabranch.epilogues`); None is identity. A gated one
             reads gate columns ``[0, N / 2)`` and up columns ``[N / 2, N)``.
         transpose_weight: weight is (E, K_dim, N).
-        out: where to write the result, (R or T * K, N or N / 2) in x's dtype; returned. Refused while a gradient is needed.
+        out: where to write the result, (R or T * K, N or N / 2) in x's dtype; returned. Refused while a gradient
+            is needed.
         backend: a backend's name, which then runs or raises; None takes the first that can serve the call.
         config: a backend's tile configuration; None lets the backend choose. Backends without tiles refuse one.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ def grouped_gemm(call: GroupedGemmCall) -> Tensor:
     assert layout.offsets is not None
     offsets = layout.offsets.tolist()
     out = x.new_zeros(call.out_rows, call.out_columns)
-    for expert, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for expert, (start, stop) in enumerate(itertools.pairwise(offsets)):
         rows = torch.arange(start, stop, device=x.device)
         slots = layout.row_to_slot[start:stop].long()
         rows, slots = rows[slots >= 0], slots[slots >= 0]

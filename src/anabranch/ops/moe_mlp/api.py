@@ -48,8 +48,8 @@ def moe_mlp(
         gate_up_bias: (E, 2 * I), or (E, I) without a gate; x's dtype.
         down_bias: (E, H), x's dtype; weighted as the output is.
         transpose_weight: both weights are stored (E, in, out).
-        gate_layout: ``concatenated`` has all gate columns, then all up columns; ``interleaved`` has gate in the even and
-            up in the odd ones, as gpt-oss stores them.
+        gate_layout: ``concatenated`` has all gate columns, then all up columns; ``interleaved`` has gate in the
+            even and up in the odd ones, as gpt-oss stores them.
         weight_on: ``output`` weights f's result; ``input`` weights x instead, as Llama 4 does: ``f_e(w[t, k] * x[t])``,
             with the product rounded to x's dtype.
         backend: a backend's name, which then runs or raises; None takes the first that can serve the call.
@@ -62,7 +62,8 @@ def moe_mlp(
         ArgumentTypeError: a wrong type or dtype (a TypeError).
         UnsupportedError: the backend asked for cannot serve the call (a NotImplementedError).
 
-    Under autocast x, the expert matrices and the biases are cast as torch.matmul's operands are; expert_weights are not.
+    Under autocast x, the expert matrices and the biases are cast as torch.matmul's operands are; expert_weights
+    are not.
     """
     call = bind_moe_mlp(
         x,

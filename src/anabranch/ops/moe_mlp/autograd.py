@@ -55,8 +55,10 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
 
 def _restore(*args: Any) -> MoeMlpCall:
     activation, transpose_weight, gate_layout, weight_on, backend = args[_TENSORS:]
-    options: tuple[Any, ...] = (resolve(OP, activation), transpose_weight, gate_layout, weight_on, backend)
-    return MoeMlpCall(*args[:_INPUTS], *options, None, ExpertLayout(*args[_INPUTS:_TENSORS]))
+    layout = ExpertLayout(*args[_INPUTS:_TENSORS])
+    options = (transpose_weight, gate_layout, weight_on, backend, None, layout)
+    fields: list[Any] = [*args[:_INPUTS], resolve(OP, activation), *options]
+    return MoeMlpCall(*fields)
 
 
 def _allocate(keep_h: bool, call: MoeMlpCall) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from anabranch.dispatch import without_autocast
 from anabranch.ops.multi_gemm import autograd, reference
 from anabranch.ops.multi_gemm.call import MultiGemmCall, bind_dual_gemm, bind_multi_gemm
 
@@ -104,4 +105,7 @@ def dual_gemm(
 
 
 def _run(call: MultiGemmCall) -> list[Tensor]:
-    return reference.multi_gemm(call) if call.backend == "reference" else autograd.multi_gemm(call)
+    if call.backend == "reference":
+        with without_autocast(call.device):
+            return reference.multi_gemm(call)
+    return autograd.multi_gemm(call)

@@ -91,7 +91,9 @@ def legal(config: MultiGemmConfig, dtype: torch.dtype, limit: int, loads: int = 
         return f"its tiles need {needed} bytes of shared memory, the device has {limit}"
     registers = config.block_m * config.block_n // (config.num_warps * 32)
     if registers > 128:
-        return f"its accumulator needs {registers} registers a thread of {config.num_warps} warps, more than 128"
+        return (
+            f"its accumulator needs {registers} registers a thread of {config.num_warps} warps, more than 128"
+        )
     return None
 
 

@@ -70,7 +70,9 @@ def spread_kernel(
             rows, live = _pair(row_to_slot, slot_to_row, t * TOP_K + o_k, m_k, num_rows)
             rows = tl.where(live, rows, 0)
             if WEIGHTED:
-                weight = tl.load(weights + t * stride_wt + o_k * stride_wk, mask=live, other=0.0).to(tl.float32)
+                weight = tl.load(weights + t * stride_wt + o_k * stride_wk, mask=live, other=0.0).to(
+                    tl.float32
+                )
             if DOTS:
                 dots = tl.zeros([BLOCK_K, BLOCK_H], tl.float32)
             for h in range(0, columns, BLOCK_H):
@@ -123,7 +125,12 @@ def unpermute_backward(call: UnpermuteBackwardCall, d_y: Tensor | None, d_weight
 
 
 def _spread(
-    x: Tensor, y: Tensor | None, weights: Tensor | None, layout: ExpertLayout, out: Tensor | None, d_weights: Tensor | None
+    x: Tensor,
+    y: Tensor | None,
+    weights: Tensor | None,
+    layout: ExpertLayout,
+    out: Tensor | None,
+    d_weights: Tensor | None,
 ) -> None:
     """Launches the kernel for what is given."""
     hidden, top_k = x.shape[1], layout.top_k

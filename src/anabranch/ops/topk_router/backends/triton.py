@@ -136,7 +136,9 @@ def _forward_kernel(
     key = x
     limits = scores
     if BIASED:
-        key = scores + tl.load(bias + o_e.to(tl.int64) * stride_b, mask=m_e, other=0.0).to(tl.float32)[None, :]
+        key = (
+            scores + tl.load(bias + o_e.to(tl.int64) * stride_b, mask=m_e, other=0.0).to(tl.float32)[None, :]
+        )
         limits = key
     candidates = inside
     if GROUPS > 1:

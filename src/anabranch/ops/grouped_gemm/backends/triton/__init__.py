@@ -1,4 +1,4 @@
-"""grouped_gemm in Triton: persistent tiles over experts, gather on load, scatter on store, epilogue on the accumulator."""
+"""grouped_gemm in Triton: persistent tiles over experts, gather on load, scatter on store, fused epilogue."""
 
 from __future__ import annotations
 

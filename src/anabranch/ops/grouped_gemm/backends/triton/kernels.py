@@ -1,7 +1,7 @@
 """The grouped GEMM kernels. Letters: M rows, N output columns, K the reduction; o_ offsets, m_ masks, p_ pointers.
 
-Rows of an operand are found in one of three ways: ROW, the expert-sorted row itself; TOKEN, the token of its slot; SLOT, the
-slot. A row without a slot (-1) reads row 0 and is written as zero.
+Rows of an operand are found in one of three ways: ROW, the expert-sorted row itself; TOKEN, the token of its slot;
+SLOT, the slot. A row without a slot (-1) reads row 0 and is written as zero.
 """
 
 import triton
@@ -157,9 +157,13 @@ def forward_kernel(
             up = tl.zeros([BLOCK_M, WIDTH], tl.float32)
             for k in range(0, K, BLOCK_K):
                 a = load_x(x, p_x, row, k, K, stride_xk, X_TMA, BLOCK_K, EVEN_K, OFFSET)
-                b = load_w(w, p_w, expert, n, k, N, K, stride_wn, stride_wk, W_TMA, K_MAJOR, WIDTH, BLOCK_K, EVEN_K, OFFSET)
+                b = load_w(
+                    w, p_w, expert, n, k, N, K, stride_wn, stride_wk,
+                    W_TMA, K_MAJOR, WIDTH, BLOCK_K, EVEN_K, OFFSET,
+                )  # fmt: skip
                 c = load_w(
-                    w, p_w, expert, N + n, k, 2 * N, K, stride_wn, stride_wk, W_TMA, K_MAJOR, WIDTH, BLOCK_K, EVEN_K, OFFSET
+                    w, p_w, expert, N + n, k, 2 * N, K, stride_wn, stride_wk,
+                    W_TMA, K_MAJOR, WIDTH, BLOCK_K, EVEN_K, OFFSET,
                 )  # fmt: skip
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
                 up = tl.dot(a, c, up, input_precision=PRECISION)
@@ -169,7 +173,8 @@ def forward_kernel(
             for k in range(0, K, BLOCK_K):
                 a = load_x(x, p_x, row, k, K, stride_xk, X_TMA, BLOCK_K, EVEN_K, OFFSET)
                 b = load_w(
-                    w, p_w, expert, first, k, columns, K, stride_wn, stride_wk, W_TMA, K_MAJOR, BLOCK_N, BLOCK_K, EVEN_K, OFFSET
+                    w, p_w, expert, first, k, columns, K, stride_wn, stride_wk,
+                    W_TMA, K_MAJOR, BLOCK_N, BLOCK_K, EVEN_K, OFFSET,
                 )  # fmt: skip
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
 
@@ -212,7 +217,9 @@ def forward_kernel(
             tl.store(p_y + o_n[None, :].to(OFFSET) * stride_on, y.to(out.dtype.element_ty), mask=m_out)
 
     total = tl.load(offsets + num_experts)
-    zero_unused(out, slot_to_row, total, num_rows, num_slots, N, stride_om, stride_on, OUT_ROWS, 16, WIDTH, OFFSET)
+    zero_unused(
+        out, slot_to_row, total, num_rows, num_slots, N, stride_om, stride_on, OUT_ROWS, 16, WIDTH, OFFSET
+    )
     if KEEP_H:
         zero_unused(h, slot_to_row, total, num_rows, num_slots, columns, stride_hm, 1, ROW, 16, WIDTH, OFFSET)
 
@@ -302,7 +309,9 @@ def pre_activation_gradient_kernel(
             tl.store(p_z + o_n[None, :], scaled.to(d_z.dtype.element_ty), mask=m_store)
         elif GATED and INTERLEAVED:
             o_2n = 2 * n + tl.arange(0, 2 * BLOCK_N)[None, :]
-            both = tl.load(h + o_row * stride_hm + o_2n, mask=live[:, None] & (o_2n < 2 * N), other=0.0).to(tl.float32)
+            both = tl.load(h + o_row * stride_hm + o_2n, mask=live[:, None] & (o_2n < 2 * N), other=0.0).to(
+                tl.float32
+            )
             gate, up = tl.split(tl.reshape(both, [BLOCK_M, BLOCK_N, 2]))
             d_gate, d_up, a = EPILOGUE(scaled, gate, up, P)
             if NEED_Z:
@@ -315,16 +324,24 @@ def pre_activation_gradient_kernel(
             up = tl.load(p_h + N, mask=m_load, other=0.0).to(tl.float32)
             d_gate, d_up, a = EPILOGUE(scaled, gate, up, P)
             if NEED_Z:
-                tl.store(p_z + o_n[None, :], tl.where(m_load, d_gate, 0.0).to(d_z.dtype.element_ty), mask=m_store)
-                tl.store(p_z + N + o_n[None, :], tl.where(m_load, d_up, 0.0).to(d_z.dtype.element_ty), mask=m_store)
+                tl.store(
+                    p_z + o_n[None, :], tl.where(m_load, d_gate, 0.0).to(d_z.dtype.element_ty), mask=m_store
+                )
+                tl.store(
+                    p_z + N + o_n[None, :], tl.where(m_load, d_up, 0.0).to(d_z.dtype.element_ty), mask=m_store
+                )
         else:
             z = tl.load(h + o_row * stride_hm + o_n[None, :], mask=m_load, other=0.0).to(tl.float32)
             d_one, a = EPILOGUE(scaled, z, P)
             if NEED_Z:
-                tl.store(p_z + o_n[None, :], tl.where(m_load, d_one, 0.0).to(d_z.dtype.element_ty), mask=m_store)
+                tl.store(
+                    p_z + o_n[None, :], tl.where(m_load, d_one, 0.0).to(d_z.dtype.element_ty), mask=m_store
+                )
         if NEED_A:
             weighted = tl.where(m_load, a * factor[:, None], 0.0)
-            tl.store(a_out + o_row * stride_am + o_n[None, :], weighted.to(a_out.dtype.element_ty), mask=m_store)
+            tl.store(
+                a_out + o_row * stride_am + o_n[None, :], weighted.to(a_out.dtype.element_ty), mask=m_store
+            )
         if NEED_SCALE:
             dot += tl.sum(tl.where(m_load, d * a, 0.0), 1)
     if NEED_SCALE:
@@ -344,7 +361,8 @@ def bias_gradient_kernel(
     for r in range(tl.load(offsets + expert), end, BLOCK_R):
         o_r = r + tl.arange(0, BLOCK_R)
         slots = tl.load(row_to_slot + o_r, mask=o_r < end, other=-1)
-        p = d_z + find_rows(o_r, slots, top_k, Z_ROWS, OFFSET)[:, None] * stride_zm + o_n[None, :].to(OFFSET) * stride_zn
+        p = d_z + find_rows(o_r, slots, top_k, Z_ROWS, OFFSET)[:, None] * stride_zm
+        p += o_n[None, :].to(OFFSET) * stride_zn
         value = tl.load(p, mask=(slots >= 0)[:, None] & (o_n < N)[None, :], other=0.0).to(tl.float32)
         if HAS_SCALE:
             p_s = scale + (slots // top_k).to(OFFSET) * stride_st + (slots % top_k) * stride_sk

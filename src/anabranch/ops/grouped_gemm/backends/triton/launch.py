@@ -22,7 +22,6 @@ from anabranch.ops.grouped_gemm.backends.triton import kernels
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
 
-
 _IDENTITY = Identity()
 
 
@@ -95,13 +94,15 @@ def gemm(
     assert code is not None
     with on.current(x.device):
         kernels.forward_kernel[(min(on.num_sms(x.device), max(1, size * triton.cdiv(columns, width))),)](
-            x_arg, w_arg, out, h, bias, scale, t_out, *(*t_h, None, None)[:2], layout.offsets, layout.row_to_slot, layout.slot_to_row, table,
+            x_arg, w_arg, out, h, bias, scale, t_out, *(*t_h, None, None)[:2], layout.offsets,
+            layout.row_to_slot, layout.slot_to_row, table,
             size, layout.num_rows, layout.slot_to_row.numel(), experts, layout.top_k, columns, k_dim,
             *x.stride(), *weight.stride(), *out.stride(), 0 if h is None else h.stride(0),
             *((0, 0) if bias is None else bias.stride()), *((0, 0) if scale is None else scale.stride()),
             EPILOGUE=code.forward, P=parameters(epilogue), GATED=gated, INTERLEAVED=interleaved,
             X_ROWS=x_rows, OUT_ROWS=out_rows, HAS_BIAS=bias is not None, HAS_SCALE=scale is not None,
-            KEEP_H=h is not None, X_TMA=x_tma, W_TMA=w_tma, OUT_TMA=out_tma, H_TMA=h_tma, K_MAJOR=k_major, EVEN_K=k_dim % config.block_k == 0,
+            KEEP_H=h is not None, X_TMA=x_tma, W_TMA=w_tma, OUT_TMA=out_tma, H_TMA=h_tma, K_MAJOR=k_major,
+            EVEN_K=k_dim % config.block_k == 0,
             PRECISION=on.input_precision(x.dtype), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             BLOCK_K=config.block_k, GROUP_M=config.group_m, OFFSET=_offset_type(x, weight[:1], out, h, scale),
             FLATTEN=config.flatten, num_warps=config.num_warps, num_stages=config.num_stages,
@@ -109,7 +110,7 @@ def gemm(
 
 
 def weight_operand(weight: Tensor, block_n: int, block_k: int) -> tuple[Any, bool, bool]:
-    """What a kernel's load_w reads of an (E, N, K_dim) view: (argument, whether by TMA, whether K is contiguous)."""
+    """What load_w reads of an (E, N, K_dim) view: (argument, whether by TMA, whether K is contiguous)."""
     k_major = weight.stride(2) == 1 or weight.stride(1) != 1
     source, block = (weight, [1, block_n, block_k]) if k_major else (weight.mT, [1, block_k, block_n])
     if on.tma_refusal(source) is not None:
@@ -148,7 +149,8 @@ def weight_gradient(
         kernels.weight_gradient_kernel[(grid,)](
             *arguments, d_weight, t_w, layout.offsets, layout.row_to_slot, experts, layout.top_k, n, k_dim,
             *d_z.stride(), *x.stride(), *d_weight.stride(),
-            Z_ROWS=z_rows, X_ROWS=x_rows, Z_TMA=used[0], X_TMA=used[1], W_TMA=w_tma, PRECISION=on.input_precision(x.dtype),
+            Z_ROWS=z_rows, X_ROWS=x_rows, Z_TMA=used[0], X_TMA=used[1], W_TMA=w_tma,
+            PRECISION=on.input_precision(x.dtype),
             BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_R=config.block_m, GROUP_M=config.group_m,
             OFFSET=_offset_type(d_z, x, d_weight[:1]), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
@@ -169,8 +171,8 @@ def pre_activation_gradient(
 ) -> None:
     """From the gradient of ``scale * epilogue(h)`` (rows, N) and h in row order, writes what is given.
 
-    d_z (R, columns of h), zeros without a slot; a_out (R, N), the scaled output again, possibly grad itself where that is in
-    row order; d_scale (T, K), contiguous, at live slots alone. Without h the epilogue is identity.
+    d_z (R, columns of h), zeros without a slot; a_out (R, N), the scaled output again, possibly grad itself where
+    that is in row order; d_scale (T, K), contiguous, at live slots alone. Without h the epilogue is identity.
     """
     assert layout.offsets is not None
     columns, rows = grad.shape[1], layout.num_rows
@@ -204,5 +206,6 @@ def bias_gradient(
         kernels.bias_gradient_kernel[(experts, triton.cdiv(n, block))](
             d_z, scale, d_bias, layout.offsets, layout.row_to_slot, layout.top_k, n, *d_z.stride(),
             *((0, 0) if scale is None else scale.stride()), d_bias.stride(0),
-            Z_ROWS=z_rows, HAS_SCALE=scale is not None, BLOCK_R=32, BLOCK_N=block, OFFSET=_offset_type(d_z), num_warps=4,
+            Z_ROWS=z_rows, HAS_SCALE=scale is not None, BLOCK_R=32, BLOCK_N=block, OFFSET=_offset_type(d_z),
+            num_warps=4,
         )  # fmt: skip

@@ -53,8 +53,8 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
 def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """The gradients of x, gate_up, down, expert_weights and the biases; None for those not needed.
 
-    The products read x's and the gradient's rows in expert order, gathered once, so that all their operands load through the
-    tensor memory accelerator.
+    The products read x's and the gradient's rows in expert order, gathered once, so that all their operands load
+    through the tensor memory accelerator.
     """
     layout = call.layout
     assert layout is not None

@@ -45,7 +45,9 @@ def loads(value: Tensor) -> int:
     inner = _contiguous(value)
     if on.tma_refusal(value, inner) is None:
         return tiles.TMA
-    aligned = value.data_ptr() % 16 == 0 and value.stride(1 - inner) % 16 == 0 and value.shape[inner] % 16 == 0
+    aligned = (
+        value.data_ptr() % 16 == 0 and value.stride(1 - inner) % 16 == 0 and value.shape[inner] % 16 == 0
+    )
     return tiles.COPIED if aligned and value.stride(inner) == 1 else tiles.ELEMENTWISE
 
 
