@@ -62,8 +62,12 @@ def test_report(bench, tmp_path):
         lambda x, gate_up, down, ids, weights: x * 0 * weights.sum() * gate_up.sum() * down.sum(),
         lambda x, gate_up, down, ids, weights: 1.001 * variants.ours(x, gate_up, down, ids, weights),
         lambda x, gate_up, down, ids, weights: variants.ours(x, gate_up, down, ids.flip(0), weights),
+        lambda *arguments: variants.ours(*arguments).index_fill(0, torch.tensor([5]), float("nan")),
+        lambda *arguments: (
+            variants.ours(*arguments) + torch.eye(24, 16).index_fill(0, torch.arange(1, 24), 0) * 1e-5
+        ),
     ],
-    ids=["zeros", "scaled", "misrouted"],
+    ids=["zeros", "scaled", "misrouted", "not finite", "one element"],
 )
 def test_no_numbers_when_wrong(bench, tmp_path, monkeypatch, wrong):
     monkeypatch.setattr(command, "variants", lambda: {OURS: wrong})

@@ -16,7 +16,7 @@ def main() -> None:
     if missing:
         print(f'anabranch: {", ".join(missing)} missing: pip install "anabranch[cli]"', file=sys.stderr)
         raise SystemExit(1)
-    if sys.argv[1:2] == ["demo"]:
+    if sys.argv[1:2] in (["demo"], ["bench"]):
         _wait_asleep()
     from anabranch.cli.app import app
 

@@ -30,7 +30,7 @@ PACKAGES = {
 }
 """Optional packages, and what needs them."""
 
-SWITCHES = ("ANABRANCH_CHECK_VALUES", "TRITON_INTERPRET", "OMP_NUM_THREADS")
+SWITCHES = ("ANABRANCH_CHECK_VALUES", "TRITON_INTERPRET", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 
 
 def show_doctor(console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,7 @@ def run_bench(
         device=device.type,
         device_name=machine.device_name(device),
         threads=threads,
+        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
         rounds=rounds,
         torch=torch.__version__,
         commit=machine.commit(),

@@ -41,6 +41,7 @@ class Report:
     device: str
     device_name: str
     threads: int
+    omp_wait_policy: str | None
     rounds: int
     torch: str
     commit: str | None
@@ -75,22 +76,22 @@ def show_report(console: Console, report: Report) -> None:
     table = Table(title=report.title, title_justify="left", caption=report.place, caption_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("dtype")
-    for name in ("forward", "of dense", "and backward", "of dense", "keeps"):
+    for name in ("fwd ms", "of dense", "fwd+bwd ms", "of dense", "keeps MiB"):
         table.add_column(name, justify="right")
     for row in report.rows:
         table.add_row(
             row.variant,
             row.dtype,
-            f"{1e3 * row.forward_seconds:.2f} ms",
+            f"{1e3 * row.forward_seconds:.2f}",
             f"{row.forward_share:.0%}",
-            f"{1e3 * row.training_seconds:.2f} ms",
+            f"{1e3 * row.training_seconds:.2f}",
             f"{row.training_share:.0%}",
-            "" if row.saved_bytes is None else f"{row.saved_bytes / 2**20:.1f} MiB",
+            "" if row.saved_bytes is None else f"{row.saved_bytes / 2**20:.1f}",
             style="bold" if row.variant == OURS else None,
         )
     console.print(table)
     console.print(
-        "of dense: share of the speed of the two products alone, of which forward and backward count three\n"
+        "of dense: share of the speed of the two products alone, which fwd+bwd counts three times\n"
         "keeps: memory saved for the backward beyond the inputs",
         highlight=False,
         soft_wrap=True,
