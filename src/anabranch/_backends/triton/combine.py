@@ -57,10 +57,15 @@ def combine(y: Tensor, slot_to_row: Tensor, weights: Tensor | None, out: Tensor)
         return
     top_k = slot_to_row.shape[1]
     # 16 bytes of each row a thread, twice that of few rows: enough on their way to hide the wait.
-    block = min((32 if top_k <= 4 else 16) // y.element_size() * 128, triton.next_power_of_2(hidden))
+    block = min((32 if top_k <= 4 else 16) // y.element_size() * 128, power_of_2(hidden))
     strides = (0, 0) if weights is None else weights.stride()
     with current(out.device):
-        _combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        _combine_kernel[(num_tokens, -(-hidden // block))](
             y, slot_to_row.contiguous(), weights, out, hidden, *y.stride(), *strides, out.stride(0), y.shape[0],
             TOP_K=top_k, UNROLL=max(1, min(top_k, UNROLL)), WEIGHTED=weights is not None, BLOCK_H=block, num_warps=4,
         )  # fmt: skip
+
+
+def power_of_2(least: int) -> int:
+    """The smallest one that is no less; Triton's own function takes as long as a launch."""
+    return 1 << (least - 1).bit_length() if least > 1 else 1

@@ -62,7 +62,7 @@ TF32: Table = {
 IEEE: Table = {
     MultiGemmConfig(64, 128, 16, 8, 3): 1.0,
     MultiGemmConfig(64, 64, 16, 8, 3): 0.8,
-    MultiGemmConfig(16, 64, 16, 4, 3): 0.4,
+    MultiGemmConfig(16, 32, 16, 4, 3): 0.4,
 }
 """Full fp32 is multiplied outside the tensor cores, with operands in registers."""
 SMALL: Table = {MultiGemmConfig(64, 64, 32, 8, 2): 1.0, MultiGemmConfig(16, 64, 32, 4, 2): 0.5}

@@ -67,7 +67,7 @@ class _Work:
         self.scratch = Scratch(self.walk, call.x)
         self.scale = None
         if call.scale is not None:
-            self.scale = call.scale.reshape(-1, 1)[self.walk.slots].to(wide(call.dtype))
+            self.scale = call.scale.reshape(-1, 1).index_select(0, self.walk.slots).to(wide(call.dtype))
 
     def inputs(self, block: Block) -> Tensor:
         """The rows of x."""

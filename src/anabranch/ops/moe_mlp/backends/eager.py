@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from anabranch._backends.eager.product import Block, gather, matmul_nt, wide
@@ -62,7 +63,7 @@ class _Work:
         self.call = call
         self.walk = Walk.of(call.layout, call.gate_up_nk.shape[1])
         self.scratch = Scratch(self.walk, call.x)
-        self.weights = call.expert_weights.reshape(-1, 1)[self.walk.slots].to(acc)
+        self.weights = call.expert_weights.reshape(-1, 1).index_select(0, self.walk.slots).to(acc)
         self.on_output = call.weight_on == "output"
         self.half = call.dtype != acc
 
@@ -110,27 +111,32 @@ class _Backward(_Work):
             weighted = d_out * self.weights[block.places] if self.on_output else d_out
             block.bias_gradient(weighted, self.d_down_bias)
 
+    def _weighted(self, value: Tensor, block: Block, name: str) -> Tensor:
+        """Rows times the routing weight of their place."""
+        memory = self.scratch(name, block, value.shape[1], value.dtype)
+        return torch.mul(value, self.weights[block.places], out=memory)
+
     def _down(self, block: Block, d_out: Tensor, z: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """From the output's gradient to the pre-activation's, if that is needed."""
-        call, w = self.call, self.weights[block.places]
+        call = self.call
         d_z: tuple[Tensor, ...] = ()
         if self.need_d_h or self.need_dot:
             rounded = self.scratch("d_a", block, call.down_nk.shape[2])
             d_a = self.scratch.wide("wide d_a", block, rounded)
             block.multiply_wide(d_out, call.down_nk.mT, rounded, d_a)
         if self.need_d_h:
-            d_f = d_a * w if self.on_output else d_a
+            d_f = self._weighted(d_a, block, "d_f") if self.on_output else d_a
             d_z = call.epilogue.backward(d_f, *z)
         if self.need_a:
             a = call.epilogue.forward(*z)
         if self.d_weights is not None and self.on_output:
-            dots = (d_a * a).sum(-1, keepdim=True)
+            dots = d_a.mul_(a).sum(-1, keepdim=True)
             if call.down_bias is not None:
                 for e, i, j in block.experts:
                     dots[i:j] += (d_out[i:j].to(dots.dtype) * call.down_bias[e]).sum(-1, keepdim=True)
             self.d_weights[block.places] = dots
         if self.d_down is not None:
-            a = self.scratch.rounded("a", block, a * w if self.on_output else a)
+            a = self.scratch.rounded("a", block, self._weighted(a, block, "aw") if self.on_output else a)
             block.weight_gradient(d_out, a, self.d_down, call.transpose_weight)
         return d_z
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anabranch._backends.triton.combine import combine
+from anabranch._backends.triton.combine import combine, power_of_2
 from anabranch._backends.triton.device import current
 from anabranch.layout import ExpertLayout
 from anabranch.ops.permute.call import PermuteCall, UnpermuteBackwardCall, UnpermuteCall
@@ -136,12 +136,12 @@ def _spread(
     hidden, top_k = x.shape[1], layout.top_k
     # Without slots all rows are zero, and without columns all dots are.
     tokens = layout.num_tokens if top_k else 0
-    programs = tokens + (triton.cdiv(layout.num_rows, ROWS) if out is not None and hidden else 0)
+    programs = tokens - (-layout.num_rows // ROWS if out is not None and hidden else 0)
     if programs == 0:
         return
-    block_k = min(8, triton.next_power_of_2(max(top_k, 1)))
-    block_h = max(16, min(TILE_BYTES // (block_k * x.element_size()), triton.next_power_of_2(max(hidden, 1))))
-    shares = 1 if d_weights is not None else triton.cdiv(hidden, block_h)
+    block_k = min(8, power_of_2(top_k))
+    block_h = min(TILE_BYTES // (block_k * x.element_size()), max(16, power_of_2(hidden)))
+    shares = 1 if d_weights is not None else -(-hidden // block_h)
     with current(x.device):
         spread_kernel[(programs, shares)](
             x, y, weights, out, d_weights, layout.row_to_slot.contiguous(), layout.slot_to_row.contiguous(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anabranch._backends.triton import device as on
+from anabranch._backends.triton.combine import power_of_2
 from anabranch.ops.rope.call import RopeCall
 from anabranch.ops.rope.sections import columns
 
@@ -200,42 +202,53 @@ def supports(call: RopeCall) -> str | None:
 def rotate(call: RopeCall, q_out: Tensor, k_out: Tensor | None) -> None:
     """Writes the rotated q and k; q_out and k_out may be q and k themselves."""
     q, k, cos, sin, positions = call.q, call.k, call.cos, call.sin, call.positions
+    pairs = call.pairs
     batches, q_heads, tokens, channels = _ordered(call, q.shape, 1)
-    k_heads = 0 if k is None else _ordered(call, k.shape, 1)[1]
+    k_heads = 0 if k is None else k.shape[1 if k.dim() == 3 else call.head_axis]
     # Without a k its place is taken by q, of which no head is rotated there.
     k, k_out = (q, q_out) if k is None or k_out is None else (k, k_out)
     if batches * tokens * (q_heads + k_heads) == 0:
         return
-    block_p, block_s, heads, num_warps = _tile(call, batches, tokens, q_heads, k_heads)
-    blocks = triton.cdiv(tokens, block_s)
+    rest = 0 if call.inplace else channels - call.rotary_dim
+    small = batches * tokens * (q_heads + k_heads) * channels < SMALL
+    block_p, block_s, heads, num_warps = _tile(
+        pairs, rest, tokens, max(q_heads, k_heads), q.element_size(), small
+    )
+    blocks = -(-tokens // block_s)
     strides = [_ordered(call, x.stride(), 0) for x in (q, k, q_out, k_out)]
     near = all((block_s - 1) * s + (channels - 1) * d <= on.INT32_MAX for _, _, s, d in strides)
-    tables = _table_strides(cos, 2), _table_strides(sin, 2)
     places = (0, 0, 0) if positions is None else _table_strides(positions, 1)
-    grid = (batches * blocks * (triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)),)
     with on.current(call.device):
-        rope_kernel[grid](
+        rope_kernel[(batches * blocks * (-(-q_heads // heads) - (-k_heads // heads)),)](
             q, k, q_out, k_out, cos, sin, positions, tokens, blocks, q_heads, k_heads, cos.shape[0],
-            *strides[0], *strides[1], *strides[2], *strides[3], *tables[0], *tables[1], *places,
-            D=channels, PAIRS=call.pairs, FULL=cos.shape[-1] != call.pairs, ADJACENT=call.pairing == "adjacent",
-            INDEXED=positions is not None, ROWS=3 if call.sections else 1, SECTIONS=_sections(call),
-            TRANSPOSE=call.transpose, COPY_REST=channels > call.rotary_dim and not call.inplace,
+            *strides[0], *strides[1], *strides[2], *strides[3],
+            *_table_strides(cos, 2), *_table_strides(sin, 2), *places,
+            D=channels, PAIRS=pairs, FULL=cos.shape[-1] != pairs, ADJACENT=call.pairing == "adjacent",
+            INDEXED=positions is not None, ROWS=3 if call.sections else 1,
+            SECTIONS=_sections(tuple(call.sections), call.order, pairs), TRANSPOSE=call.transpose, COPY_REST=rest > 0,
             HEADS=heads, BLOCK_S=block_s, BLOCK_P=block_p, OFFSET=tl.int32 if near else tl.int64, num_warps=num_warps,
         )  # fmt: skip
 
 
-def _tile(call: RopeCall, batches: int, tokens: int, q_heads: int, k_heads: int) -> tuple[int, int, int, int]:
-    """Pairs, tokens and heads of a program, and its warps."""
-    channels, size = call.q.shape[-1], call.q.element_size()
-    pairs = triton.next_power_of_2(call.pairs)
-    together = min(max(16 * THREADS // (pairs * size), 1), 64, triton.next_power_of_2(tokens))
-    warps = min(max(together * pairs * size // (16 * 32), 1), 8)
-    # What a thread moves of one head: its pairs, and in pieces as wide the channels that stay.
-    pieces = 1 if call.inplace else 1 + triton.cdiv(channels - call.rotary_dim, 2 * pairs)
-    vectors = 2 * pieces * triton.cdiv(together * pairs * size, 16 * 32 * warps)
-    heads = HEADS // 2 if batches * tokens * (q_heads + k_heads) * channels < SMALL else HEADS
-    heads = max(min(heads, VECTORS // vectors, triton.next_power_of_2(max(q_heads, k_heads))), 1)
-    return pairs, together, heads, warps
+# What follows runs before every launch, of kernels that may take no longer: Triton's own helpers are too slow for it.
+
+
+def _tile(
+    pairs: int, rest: int, tokens: int, heads: int, size: int, small: bool
+) -> tuple[int, int, int, int]:
+    """Pairs, tokens and heads of a program, and its warps. ``rest`` channels of ``size`` bytes only move."""
+    block_p = power_of_2(pairs)
+    block_s = min(max(16 * THREADS // (block_p * size), 1), 64, power_of_2(tokens))
+    vectors = block_s * block_p * size // 16
+    warps = min(max(vectors // 32, 1), 8)
+    # What a thread moves of one head: both halves of its pairs, and in pieces as wide the channels that stay.
+    each = 2 * (1 - (-rest // (2 * block_p))) * max(vectors // (32 * warps), 1)
+    return (
+        block_p,
+        block_s,
+        max(min(HEADS // 2 if small else HEADS, VECTORS // each, power_of_2(heads)), 1),
+        warps,
+    )
 
 
 def _ordered(call: RopeCall, values: Sequence[int], batch: int) -> Sequence[int]:
@@ -247,15 +260,16 @@ def _ordered(call: RopeCall, values: Sequence[int], batch: int) -> Sequence[int]
 
 def _table_strides(table: Tensor, last: int) -> Sequence[int]:
     """Strides along rows and batch, 0 where there is one for all, and along the ``last`` dimensions."""
-    leading = [
-        0 if size == 1 else stride for size, stride in zip(table.shape[:-last], table.stride(), strict=False)
-    ]
-    return *[0] * (2 - len(leading)), *leading, *table.stride()[-last:]
+    strides, leading = table.stride(), table.dim() - last
+    if leading and table.shape[leading - 1] == 1:
+        strides = (*strides[: leading - 1], 0, *strides[leading:])
+    return (0,) * (2 - leading) + strides
 
 
-def _sections(call: RopeCall) -> tuple[int, ...]:
+@cache
+def _sections(sections: Sequence[int], order: str, pairs: int) -> tuple[int, ...]:
     """start, stop and step of the pairs that follow each row."""
-    if not call.sections:
-        return 0, call.pairs, 1
-    bounds = (pairs.indices(call.pairs) for _, pairs in columns(call.sections, call.order))
+    if not sections:
+        return 0, pairs, 1
+    bounds = (follow.indices(pairs) for _, follow in columns(sections, order))
     return tuple(number for bound in bounds for number in bound)

@@ -12,29 +12,47 @@ from anabranch._backends.triton.schedule import tile_coordinates
 from anabranch.ops.multi_gemm import config
 
 SLOTS = 4
-"""Products of a launch; each has arguments by name, for a descriptor cannot be part of a tuple."""
+"""Products of a launch. Their operands are arguments by name, because a tuple can hold no descriptor, and so
+are their rows, because the members of a tuple are specialized: any number of rows runs the same kernel."""
 COPIED = tl.constexpr(config.COPIED)
 TMA = tl.constexpr(config.TMA)
 
 
 @triton.jit
-def _load(
-    source, p, start, o, k, LENGTH, K, stride_k,
-    HOW: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK_K: tl.constexpr, OFFSET: tl.constexpr,
+def _load_x(
+    x, p_x, m, o_m, k, M, K, stride_k, HOW: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK_K: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows ``o`` of an operand, its reduction last; zero outside it."""
+    """A (BLOCK_M, BLOCK_K) tile of x, zero outside it."""
     if HOW == TMA:
         if K_MAJOR:
-            return source.load([start, k])
+            return x.load([m, k])
         else:
-            return source.load([k, start]).T
+            return x.load([k, m]).T
     else:
         if HOW == COPIED and not K_MAJOR:
             # Known to the launcher; the compiler learns that no copy of 16 bytes is cut in two.
-            LENGTH = LENGTH // 16 * 16
+            M = M // 16 * 16
         o_k = k + tl.arange(0, BLOCK_K)
-        p += o_k[None, :].to(OFFSET) * stride_k
-        return tl.load(p, mask=(o < LENGTH)[:, None] & (o_k < K)[None, :], other=0.0)
+        p = p_x + o_k[None, :].to(OFFSET) * stride_k
+        return tl.load(p, mask=(o_m < M)[:, None] & (o_k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_w(
+    w, p_w, n, o_n, k, N, K, stride_k, HOW: tl.constexpr, K_MAJOR: tl.constexpr, BLOCK_K: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
+    """A (BLOCK_K, BLOCK_N) tile of w transposed, zero outside it."""
+    if HOW == TMA:
+        if K_MAJOR:
+            return w.load([n, k]).T
+        else:
+            return w.load([k, n])
+    else:
+        o_k = k + tl.arange(0, BLOCK_K)
+        p = p_w + o_k[:, None].to(OFFSET) * stride_k
+        return tl.load(p, mask=(o_k < K)[:, None] & (o_n < N)[None, :], other=0.0)
 
 
 @triton.jit
@@ -58,12 +76,12 @@ def _product(
             p_x = x + o_m[:, None].to(OFFSET) * stride_xm
         p_w = w
         if W_HOW != TMA:
-            p_w = w + o_n[:, None].to(OFFSET) * stride_wn
+            p_w = w + o_n[None, :].to(OFFSET) * stride_wn
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, K, BLOCK_K):
-            a = _load(x, p_x, m, o_m, k, M, K, stride_xk, X_HOW, X_K_MAJOR, BLOCK_K, OFFSET)
-            b = _load(w, p_w, n, o_n, k, N, K, stride_wk, W_HOW, W_K_MAJOR, BLOCK_K, OFFSET)
-            acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+            a = _load_x(x, p_x, m, o_m, k, M, K, stride_xk, X_HOW, X_K_MAJOR, BLOCK_K, OFFSET)
+            b = _load_w(w, p_w, n, o_n, k, N, K, stride_wk, W_HOW, W_K_MAJOR, BLOCK_K, OFFSET)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if Y_TMA:
             y.store([m, n], acc.to(DTYPE))
         else:
@@ -71,14 +89,15 @@ def _product(
             tl.store(p_y, acc.to(DTYPE), mask=(o_m < M)[:, None] & (o_n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["m_0", "m_1", "m_2", "m_3"])
 def multi_gemm_kernel(
-    x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, y_0, y_1, y_2, y_3, rows, sizes,
+    x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, y_0, y_1, y_2, y_3, m_0, m_1, m_2, m_3, sizes,
     COUNT: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, FLATTEN: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """COUNT products. Of each: ``rows`` has M, ``sizes`` has N, K and six strides, LOADS what _product wants."""
+    """COUNT products. Of each m is M, ``sizes`` has N, K and six strides, LOADS what _product wants to know."""
+    rows = (m_0, m_1, m_2, m_3)
     xs = (x_0, x_1, x_2, x_3)
     ws = (w_0, w_1, w_2, w_3)
     ys = (y_0, y_1, y_2, y_3)

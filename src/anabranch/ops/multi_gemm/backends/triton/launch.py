@@ -23,13 +23,15 @@ DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 def multi_gemm(products: Sequence[Product], config: MultiGemmConfig | None = None) -> None:
     """Writes ``x @ weight.T`` of every product.
 
-    No more than SLOTS share a launch, and all of one launch are loaded in about the same way: tiles for
-    what has to be loaded element by element would hold up the others. Empty results need no launch.
+    No more than SLOTS share a launch, and all of one launch are loaded and stored in about the same way:
+    tiles for what has to be loaded element by element would hold up the others. Empty results need none.
     """
     groups: dict[int, list[Product]] = {}
     for x, w, y in products:
         if y.numel():
-            groups.setdefault(min(loads(x), loads(w)), []).append((x, w, y))
+            # Stored from registers, the widest tiles of the result leave too few for its addresses.
+            stores = tiles.TMA if on.tma_refusal(y) is None else tiles.COPIED
+            groups.setdefault(min(loads(x), loads(w), stores), []).append((x, w, y))
     for how, group in groups.items():
         for start in range(0, len(group), SLOTS):
             _launch(group[start : start + SLOTS], how, config)
@@ -77,10 +79,11 @@ def _launch(products: Sequence[Product], worst: int, config: MultiGemmConfig | N
         offset = tl.int32 if on.fits_int32(x, w, y) else tl.int64
         how += [how_x, how_w, y_tma, _contiguous(x) == 1, _contiguous(w) == 1, offset]
     unused = [None] * (SLOTS - len(products))
+    rows = [m for m, _, _ in shapes] + [0] * (SLOTS - len(products))
     total = sum(tiles.tiles(config, shapes))
     with on.current(device):
         multi_gemm_kernel[(min(sms, total),)](
-            *xs, *unused, *ws, *unused, *ys, *unused, tuple(m for m, _, _ in shapes), tuple(sizes),
+            *xs, *unused, *ws, *unused, *ys, *unused, *rows, tuple(sizes),
             COUNT=len(products), LOADS=tuple(how), PRECISION=precision, DTYPE=DTYPES[dtype],
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
             FLATTEN=config.flatten, num_warps=config.num_warps, num_stages=config.num_stages,
