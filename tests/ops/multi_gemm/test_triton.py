@@ -177,7 +177,7 @@ def test_what_is_illegal(config, reason):
 def compile_calls(arch, calls):
     from anabranch.testing.aot import compiling
 
-    with mock.patch.object(dispatch, "probe", lambda backend, device: None), compiling(arch) as found:
+    with mock.patch.object(dispatch, "probe", return_value=None), compiling(arch) as found:
         for xs, weights in calls:
             leaves = [*xs, *weights]
             ys = multi_gemm(xs, weights, backend="triton")

@@ -9,8 +9,10 @@ from anabranch.ops.route import reference
 from anabranch.ops.route.backends import eager
 from anabranch.testing import ROUTINGS, STRIDES, routing, strided
 
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETS, reason="needs TRITON_INTERPRET=1")
+compiled = pytest.mark.skipif(INTERPRETS, reason="the interpreter has taken the compiler's place")
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
     # the interpreter's own, at a loop whose bounds are device integers
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
@@ -48,6 +50,7 @@ def expected_topk(ids, experts):
     return tuple(getattr(layout, name) for name in FIELDS)
 
 
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     ("T", "E", "K"), [(33, 1, 1), (33, 7, 2), (50, 33, 8), (9, 300, 4), (1, 5, 1), (0, 4, 2), (64, 3, 1)]
@@ -57,24 +60,28 @@ def test_topk(path, kernels, T, E, K, dtype):
     same(kernels.topk(ids, E), expected_topk(ids, E))
 
 
+@interpreted
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_topk_of_every_kind_of_routing(path, kernels, kind):
     ids = routing(60, 5, 3, kind)
     same(kernels.topk(ids, 5), expected_topk(ids, 5))
 
 
+@interpreted
 def test_topk_of_ids_that_are_no_experts(path, kernels):
     ids = torch.tensor([BEYOND, range(10), BEYOND])
     same(kernels.topk(ids, 3), expected_topk(ids, 3))
     same(kernels.topk(ids[:1], 3), expected_topk(ids[:1], 3))
 
 
+@interpreted
 @pytest.mark.parametrize("layout", STRIDES)
 def test_topk_of_any_memory_layout(path, kernels, layout):
     view = strided(routing(31, 5, 4, dropped=0.2), layout)
     same(kernels.topk(view, 5), expected_topk(view, 5))
 
 
+@interpreted
 @pytest.mark.parametrize("few_counts", [65536, 0], ids=["two_launches", "three_launches"])
 def test_topk_of_more_blocks_than_one_step_adds_up(kernels, monkeypatch, few_counts):
     for name, value in (("FEW_SLOTS", 0), ("FEW_COUNTS", few_counts), ("BLOCK", 4), ("SCAN", 64)):
@@ -83,6 +90,7 @@ def test_topk_of_more_blocks_than_one_step_adds_up(kernels, monkeypatch, few_cou
     same(kernels.topk(ids, 3), eager.topk(ids, 3))
 
 
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     ("counts", "num_rows"),
@@ -105,11 +113,13 @@ def test_counts(kernels, counts, num_rows, dtype):
     same(kernels.counts(view, num_rows), eager.counts(counts, num_rows))
 
 
+@interpreted
 def test_counts_beyond_32_bits(kernels):
     counts = torch.tensor([2**62, -(2**63), 2**63 - 1, 2**32 + 1])
     same(kernels.counts(counts, 9), eager.counts(counts, 9))
 
 
+@interpreted
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_sorted_rows(kernels, kind):
     made = eager.topk(routing(30, 5, 3, kind, dropped=0.1), 5)
@@ -118,6 +128,7 @@ def test_sorted_rows(kernels, kind):
     same(kernels.sorted_rows(made[0].long(), wide, 3), made)
 
 
+@interpreted
 @pytest.mark.parametrize("claimed", [[4, 3], [0, 1], [100, 100], [-1, 2], [0, 0]])
 def test_sorted_rows_of_anything(kernels, claimed):
     rows = torch.tensor([3, 0, 3, 2**32, -5, 8, 2, 2, 0, 2**63 - 1])
@@ -125,6 +136,7 @@ def test_sorted_rows_of_anything(kernels, claimed):
     same(kernels.sorted_rows(counts, rows, 2), eager.sorted_rows(counts, rows, 2))
 
 
+@interpreted
 @pytest.mark.parametrize("num_rows", [0, 1, 4, 3000])
 def test_maps_keep_the_last_of_a_place(kernels, num_rows):
     rows = torch.randint(-1, 5, (1300, 2))
@@ -134,9 +146,38 @@ def test_maps_keep_the_last_of_a_place(kernels, num_rows):
     same(kernels.maps(rows[:0], num_rows), eager.maps(rows[:0], num_rows))
 
 
+@interpreted
 def test_too_many_rows_are_refused(kernels):
     from anabranch.ops.route.call import RouteCall
 
     huge = torch.zeros(1, dtype=torch.int32).expand(2**31 - 1)
     assert "at most" in kernels.supports(RouteCall(huge))
     assert kernels.supports(RouteCall(huge[: 2**30])) is None
+
+
+@compiled
+@pytest.mark.no_poison
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_compiles_without_spills(kernels, arch):
+    from anabranch.testing.aot import compiling
+
+    with compiling(arch) as found:
+        for tokens in (64, 4096, 200_000):
+            kernels.topk(torch.empty(tokens, 8, dtype=torch.int64), 256)
+        kernels.counts(torch.empty(64, dtype=torch.int64), 4096)
+        kernels.sorted_rows(torch.empty(64, dtype=torch.int32), torch.empty(4096, dtype=torch.int32), 8)
+    # One, two and three launches; then one and three.
+    assert len(found) == 1 + 2 + 2 + 1 + 3
+    for kernel in found:
+        assert not kernel.spilled_bytes, kernel
+
+
+@compiled
+@pytest.mark.no_poison
+def test_another_number_of_tokens_or_experts_compiles_nothing(kernels):
+    from anabranch.testing.aot import compiling
+
+    with compiling(90) as found:
+        for tokens, experts in ((4096, 256), (5001, 60), (2000, 1)):
+            kernels.topk(torch.empty(tokens, 8, dtype=torch.int64), experts)
+    assert len(found) == 2

@@ -3,17 +3,21 @@
 import itertools
 import math
 import os
+from unittest import mock
 
 import pytest
 import torch
 
+from anabranch import dispatch
 from anabranch.errors import UnsupportedError
 from anabranch.ops.topk_router import autograd
 from anabranch.ops.topk_router.api import topk_router
 from anabranch.testing import STRIDES, assert_same, assert_within_budget, randn, strided
 
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETS, reason="needs TRITON_INTERPRET=1")
+compiled = pytest.mark.skipif(INTERPRETS, reason="the interpreter has taken the compiler's place")
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
     # NumPy's remarks on infinities, which a GPU does not make
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
 ]
@@ -53,6 +57,7 @@ def check(logits, k, grad=None, **options):
     assert_within_budget(d_logits, d_truth, d_truth + wrong, rows=False)
 
 
+@interpreted
 @pytest.mark.parametrize(("score", "order", "renormalize", "biased", "groups"), CASES)
 def test_every_option(score, order, renormalize, biased, groups):
     options = dict(score=score, order=order, renormalize=renormalize, scaling=2.5, **GROUPS[groups])
@@ -60,6 +65,7 @@ def test_every_option(score, order, renormalize, biased, groups):
     check(randn(T, E, scale=2), K, randn(T, K), bias=bias, **options)
 
 
+@interpreted
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(
     ("T", "E", "K"), [(0, 8, 2), (1, 1, 1), (3, 60, 4), (70, 128, 8), (2, 300, 17), (2, 64, 64), (1030, 4, 1)]
@@ -72,17 +78,20 @@ def test_sizes(T, E, K, score):
         assert (weights.shape, ids.shape, grad.shape) == ((0, K), (0, K), (0, E))
 
 
+@interpreted
 @pytest.mark.parametrize("order", ["score_then_topk", "topk_then_score"])
 def test_half_precision(order):
     logits = randn(T, E, dtype=torch.float16, scale=2)
     check(logits, K, randn(T, K), order=order, renormalize=True)
 
 
+@interpreted
 @pytest.mark.parametrize("layout", STRIDES)
 def test_any_memory_layout(layout):
     check(strided(randn(T, E), layout), K, strided(randn(T, K), layout))
 
 
+@interpreted
 @pytest.mark.parametrize("k", [1, 8, 20])
 @pytest.mark.parametrize("order", ["score_then_topk", "topk_then_score"])
 def test_equal_logits_go_to_the_lower_id(k, order):
@@ -92,6 +101,7 @@ def test_equal_logits_go_to_the_lower_id(k, order):
     assert_same(topk_router(logits, k, order=order, backend="triton")[1], expected)
 
 
+@interpreted
 @pytest.mark.parametrize("k", [4, 17])
 def test_nan_infinities_and_zeros(k):
     first = [1.0, math.nan, math.inf, math.nan, -0.0, 0.0, -1.0, 0.0, -math.inf, -math.inf]
@@ -105,6 +115,7 @@ def test_nan_infinities_and_zeros(k):
     assert_same(ids, topk_router(logits, 2, num_groups=2, top_groups=1, backend="eager")[1])
 
 
+@interpreted
 def test_scores_that_round_to_equal_keep_the_order_of_logits():
     logits = torch.tensor([[200.0, -300.0, -200.0, -250.0], [100.0, 120.0, 110.0, 130.0]])
     for score in ("softmax", "sigmoid"):
@@ -112,16 +123,18 @@ def test_scores_that_round_to_equal_keep_the_order_of_logits():
         assert ids.tolist() == [[0, 2, 3, 1], [3, 1, 2, 0]]
 
 
+@interpreted
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_small_scores_keep_their_digits(score):
     """The rounding of a large exponent would show in the result."""
     logits = torch.tensor([[0.0, -20.3, -41.7, -80.1]])
-    weights, ids = topk_router(logits, 4, score=score, backend="triton")
+    weights, _ = topk_router(logits, 4, score=score, backend="triton")
     exact = logits.double().softmax(-1) if score == "softmax" else logits.double().sigmoid()
     assert ((weights - exact).abs() <= 2e-6 * exact).all()
     assert (weights > 0).all()
 
 
+@interpreted
 def test_all_scores_zero_renormalize_to_zero():
     logits = torch.full((2, 4), -200.0)
     weights, _, grad = run(logits, 2, score="sigmoid", renormalize=True)
@@ -129,12 +142,14 @@ def test_all_scores_zero_renormalize_to_zero():
     assert grad.isfinite().all()
 
 
+@interpreted
 def test_other_groups_are_never_chosen():
     bias = torch.tensor([-5.0, -5.0, -math.inf, -9.0, -9.0, -9.0])
     options = dict(score="sigmoid", bias=bias, num_groups=2, top_groups=1, backend="triton")
     assert topk_router(torch.zeros(1, 6), 3, **options)[1].tolist() == [[0, 1, 2]]
 
 
+@interpreted
 def test_ids_of_any_strides_in_the_gradient():
     logits, grad, ids = randn(5, E), randn(5, K), torch.tensor([[0, 4, 7]]).expand(5, K)
     options = (K, "softmax", "score_then_topk", True, 1, 1, 2.5)
@@ -145,6 +160,7 @@ def test_ids_of_any_strides_in_the_gradient():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@interpreted
 def test_what_it_refuses():
     with pytest.raises(UnsupportedError, match="triton: it computes in fp32, too coarse for float64"):
         topk_router(randn(2, 4, dtype=torch.float64), 1, backend="triton")
@@ -152,3 +168,26 @@ def test_what_it_refuses():
         UnsupportedError, match="triton: it holds 4096 experts of a token, not 1 groups of 8192"
     ):
         topk_router(randn(1, 5000), 1, backend="triton")
+
+
+DEEPSEEK = dict(score="sigmoid", renormalize=True, num_groups=8, top_groups=4, scaling=2.5)
+
+
+@compiled
+@pytest.mark.no_poison
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_compiles_without_spills(arch):
+    from anabranch.testing.aot import compiling
+
+    with mock.patch.object(dispatch, "probe", return_value=None), compiling(arch) as found:
+        for tokens, experts, k, options in (
+            (4096, 256, 8, dict(DEEPSEEK, bias=torch.zeros(256))),
+            (4096, 60, 4, {}),
+            (1, 512, 20, dict(order="topk_then_score")),
+        ):
+            logits = torch.empty(tokens, experts, dtype=torch.bfloat16, requires_grad=True)
+            weights, _ = topk_router(logits, k, backend="triton", **options)
+            weights.backward(torch.empty_like(weights))
+    assert len(found) == 6
+    for kernel in found:
+        assert not kernel.spilled_bytes, kernel

@@ -59,8 +59,8 @@ def _load_w(
 def _product(
     x, w, y, first, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk, stride_ym, stride_yn,
     X_HOW: tl.constexpr, W_HOW: tl.constexpr, Y_TMA: tl.constexpr, X_K_MAJOR: tl.constexpr,
-    W_K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, OFFSET: tl.constexpr, FLATTEN: tl.constexpr, DTYPE: tl.constexpr,
+    W_K_MAJOR: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, OFFSET: tl.constexpr, FLATTEN: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """``y = x @ w.T``, the tiles from ``first`` on that are this program's."""
     num_m = tl.cdiv(M, BLOCK_M)
