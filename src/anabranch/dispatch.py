@@ -77,13 +77,20 @@ def probe(backend: str, device: torch.device) -> str | None:
     return None
 
 
+def unavailable(op: str, backend: str, device: torch.device) -> str | None:
+    """Why ``op`` cannot run with ``backend`` on ``device``, whatever its arguments, or None if it may."""
+    reason = probe(backend, device)
+    if reason is None and _module(op, backend) is None:
+        reason = "it has no kernel for this operation"
+    return reason
+
+
 def _refusal(op: str, call: Call, backend: str) -> str | None:
-    reason = probe(backend, call.device)
+    reason = unavailable(op, backend, call.device)
     if reason is not None:
         return reason
     module = _module(op, backend)
-    if module is None:
-        return f"{op} has no {backend} kernel"
+    assert module is not None
     supports: Callable[[Call], str | None] = module.supports
     return supports(call)
 

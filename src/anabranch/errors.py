@@ -3,8 +3,14 @@
 __all__ = ["ArgumentError", "ArgumentTypeError", "UnsupportedError"]
 
 
-def _message(op: str, argument: str, expected: str, got: object) -> str:
-    return f"{op}: {argument}: expected {expected}, got {got}"
+class _Worded(Exception):
+    """What the three errors share: how they are made, and that they can be pickled."""
+
+    def __init__(self, op: str, argument: str, *, expected: str, got: object) -> None:
+        super().__init__(f"{op}: {argument}: expected {expected}, got {got}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (type(self), str(self))
 
 
 def _again(cls: type[Exception], message: str) -> Exception:
@@ -13,31 +19,13 @@ def _again(cls: type[Exception], message: str) -> Exception:
     return error
 
 
-class ArgumentError(ValueError):
+class ArgumentError(_Worded, ValueError):
     """An argument has a wrong value or shape, whatever the backend."""
 
-    def __init__(self, op: str, argument: str, *, expected: str, got: object) -> None:
-        super().__init__(_message(op, argument, expected, got))
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _again, (type(self), str(self))
-
-
-class ArgumentTypeError(TypeError):
+class ArgumentTypeError(_Worded, TypeError):
     """An argument has a wrong type or dtype, whatever the backend."""
 
-    def __init__(self, op: str, argument: str, *, expected: str, got: object) -> None:
-        super().__init__(_message(op, argument, expected, got))
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _again, (type(self), str(self))
-
-
-class UnsupportedError(NotImplementedError):
+class UnsupportedError(_Worded, NotImplementedError):
     """The call is well formed, but what was asked for cannot serve it here."""
-
-    def __init__(self, op: str, argument: str, *, expected: str, got: object) -> None:
-        super().__init__(_message(op, argument, expected, got))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _again, (type(self), str(self))

@@ -24,20 +24,22 @@ class Explanation:
         function: the public function asked about.
         backend: the backend that would run.
         refusals: backend -> why it would not, for each one tried before.
-        padding: share of the rows a backend would compute that are padding of its tiles, 0 for none.
+        padding: share of the rows the backend would compute that are padding of its tiles; None where it does not
+            say.
         saved_bytes: bytes kept for the backward beyond the arguments; 0 where no gradient is needed.
     """
 
     function: str
     backend: str
     refusals: dict[str, str]
-    padding: float
+    padding: float | None
     saved_bytes: int
 
     def __str__(self) -> str:
         lines = [f"{self.function} runs on: {self.backend}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.refusals.items()]
-        lines.append(f"  padding: {self.padding:.1%} of the rows computed")
+        if self.padding is not None:
+            lines.append(f"  padding: {self.padding:.1%} of the rows computed")
         lines.append(f"  kept for the backward beyond the arguments: {self.saved_bytes:,} bytes")
         return "\n".join(lines)
 
@@ -64,11 +66,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if not bind:
         raise ArgumentError("explain", "fn", expected="an operation of anabranch that has backends", got=name)
     call = bind(*args, **kwargs)
-    backend, refusals, padding = "reference", {}, 0.0
+    backend, refusals, padding = "reference", {}, None
     if call.backend != "reference":
         choice = choose(op, call, call.backend)
         backend, refusals = choice.backend, choice.refusals
-        padding = choice.module.padding(call) if hasattr(choice.module, "padding") else 0.0
+        padding = choice.module.padding(call) if hasattr(choice.module, "padding") else None
     return Explanation(name, backend, refusals, padding, _saved_bytes(fn, args, kwargs))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import anabranch
-from anabranch import cli
+from anabranch import cli, dispatch
 from anabranch.cli import doctor
 
 CPU = torch.device("cpu")
@@ -32,13 +32,13 @@ def test_output(run):
 
 def test_all_operations_run_eagerly():
     assert {"grouped_gemm", "moe_mlp", "rope"} <= set(doctor.operations())
-    assert all(doctor.refusal(op, "eager", CPU) is None for op in doctor.operations())
+    assert all(doctor.unavailable(op, "eager", CPU) is None for op in doctor.operations())
 
 
 def test_reasons_are_given_once(monkeypatch):
     monkeypatch.setattr(doctor, "operations", lambda: ["moe_mlp", "nothing"])
-    monkeypatch.setattr(doctor, "probe", lambda backend, device: None)
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if "nothing" in name else name)
+    monkeypatch.setattr(dispatch, "probe", lambda backend, device: None)
+    monkeypatch.setattr(dispatch, "_module", lambda op, backend: None if op == "nothing" else dispatch)
     assert doctor.reasons("triton", CPU) == {"it has no kernel for this operation": ["nothing"]}
 
 

@@ -50,7 +50,7 @@ def test_every_refusal_is_kept(backends):
     backends.update(triton="fp64 is not its business", eager=None)
     choice = dispatch.choose("op", Call(), None)
     assert choice.backend == "eager"
-    assert choice.refusals == {"hopper": "op has no hopper kernel", "triton": "fp64 is not its business"}
+    assert choice.refusals == {"hopper": "it has no kernel for this operation", "triton": "fp64 is not its business"}
 
 
 def test_when_none_can_all_reasons_are_given(backends):
@@ -69,7 +69,7 @@ def test_an_explicit_backend_never_falls_back(backends, backend):
     with pytest.raises(UnsupportedError, match=f"got {backend}: it is tired$"):
         dispatch.choose("op", Call(), backend)
     del backends[backend]
-    with pytest.raises(UnsupportedError, match=f"got {backend}: op has no {backend} kernel$"):
+    with pytest.raises(UnsupportedError, match=f"got {backend}: it has no kernel for this operation$"):
         dispatch.choose("op", Call(), backend)
 
 

@@ -1,4 +1,4 @@
-"""The command line: demo, doctor and bench. Needs the ``cli`` extra."""
+"""The command line: demo, doctor, bench and tune. Needs the ``cli`` extra."""
 
 from __future__ import annotations
 

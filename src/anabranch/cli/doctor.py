@@ -16,7 +16,7 @@ from rich.table import Table
 import anabranch
 import anabranch.ops
 from anabranch.cli import machine
-from anabranch.dispatch import ORDER, probe
+from anabranch.dispatch import ORDER, unavailable
 
 PACKAGES = {
     "triton": "the triton and hopper backends",
@@ -40,7 +40,7 @@ def show_doctor(console: Console) -> None:
     for device in devices():
         usable = Table("operation", *ORDER, title=f"backends on {device}", title_justify="left")
         for op in operations():
-            cells = (refusal(op, backend, device) for backend in ORDER)
+            cells = (unavailable(op, backend, device) for backend in ORDER)
             usable.add_row(op, *("[green]usable[/]" if cell is None else "[dim]no[/]" for cell in cells))
         console.print(usable)
         for backend in ORDER:
@@ -98,19 +98,11 @@ def operations() -> list[str]:
     )
 
 
-def refusal(op: str, backend: str, device: torch.device) -> str | None:
-    """Why an op cannot run with a backend on a device, whatever its arguments, or None if it may."""
-    reason = probe(backend, device)
-    if reason is None and importlib.util.find_spec(f"anabranch.ops.{op}.backends.{backend}") is None:
-        reason = "it has no kernel for this operation"
-    return reason
-
-
 def reasons(backend: str, device: torch.device) -> dict[str, list[str]]:
     """Each reason why a backend is not usable on a device, and the ops it holds for."""
     found: dict[str, list[str]] = {}
     for op in operations():
-        reason = refusal(op, backend, device)
+        reason = unavailable(op, backend, device)
         if reason is not None:
             found.setdefault(reason, []).append(op)
     return found

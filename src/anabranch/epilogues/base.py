@@ -66,10 +66,10 @@ class Gated(Epilogue):
         return (*self.inner.backward(grad * up, gate), grad * self.inner.forward(gate))
 
 
-E = TypeVar("E", bound=type[Epilogue])
+Class = TypeVar("Class", bound=type[Epilogue])
 
 
-def register(cls: E) -> E:
+def register(cls: Class) -> Class:
     """Class decorator: makes an epilogue known by its name."""
     if cls.name in REGISTRY:
         raise ArgumentError("register", "name", expected="a name not taken", got=repr(cls.name))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
+from anabranch.ops.precision import wide
+from anabranch.ops.topk_router.options import SCORES
 
 if TYPE_CHECKING:
     from anabranch.nn.router import Routing
@@ -21,7 +23,7 @@ def expert_counts(routing: Routing) -> Tensor:
     return counts
 
 
-def load_balance_loss(routing: Routing, *, score: str = "softmax") -> Tensor:
+def load_balance_loss(routing: Routing, *, score: Literal["softmax", "sigmoid"] = "softmax") -> Tensor:
     """``E * sum_e f_e * P_e``, a scalar that is K where every expert gets as much as any other.
 
     f_e is the number of tokens that chose e divided by T, so the f add up to K; P_e is the mean over tokens
@@ -34,7 +36,7 @@ def load_balance_loss(routing: Routing, *, score: str = "softmax") -> Tensor:
         score: ``"softmax"`` of the logits, or ``"sigmoid"`` divided by its sum over E (DeepSeek-V3,
             equations 17 to 20).
     """
-    checks.choice("load_balance_loss", "score", score, ("softmax", "sigmoid"))
+    checks.choice("load_balance_loss", "score", score, SCORES)
     logits = routing.logits
     tokens, experts = logits.shape
     if score == "softmax":
@@ -53,5 +55,4 @@ def z_loss(logits: Tensor) -> Tensor:
         logits: (T, E), those of a :class:`anabranch.nn.Routing`. Without tokens the loss is 0.
     """
     checks.tensor("z_loss", "logits", logits, "(T, E)", checks.FLOATS)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide).logsumexp(-1).square().sum() / max(logits.shape[0], 1)
+    return logits.to(wide(logits.dtype)).logsumexp(-1).square().sum() / max(logits.shape[0], 1)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from anabranch.dispatch import check_name
 from anabranch.epilogues import Epilogue, resolve
-from anabranch.errors import ArgumentError
 from anabranch.ops import checks
 from anabranch.ops.moe_mlp.api import moe_mlp
+from anabranch.ops.moe_mlp.call import check_options
 
 
 class Experts(nn.Module):
@@ -57,8 +57,6 @@ class Experts(nn.Module):
         checks.integer("Experts", "num_experts", num_experts, minimum=1)
         checks.integer("Experts", "hidden_size", hidden_size, minimum=1)
         checks.integer("Experts", "intermediate_size", intermediate_size, minimum=1)
-        checks.choice("Experts", "gate_layout", gate_layout, ("concatenated", "interleaved"))
-        checks.choice("Experts", "weight_on", weight_on, ("output", "input"))
         check_name("Experts", backend)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
@@ -68,9 +66,7 @@ class Experts(nn.Module):
         self.transpose_weight = transpose_weight
         self.weight_on = weight_on
         self.backend = backend
-        if gate_layout == "interleaved" and self.activation.columns == 1:
-            expected = f"'concatenated' for {self.activation.name}, which has no gate"
-            raise ArgumentError("Experts", "gate_layout", expected=expected, got=repr(gate_layout))
+        check_options("Experts", self.activation, gate_layout, weight_on)
 
         def parameter(*sizes: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *sizes, device=device, dtype=dtype))

@@ -12,6 +12,7 @@ from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.nn.experts import Experts
 from anabranch.nn.router import Router, Routing
 from anabranch.nn.shared_expert import SharedExpert
+from anabranch.ops import checks
 
 
 class MoE(nn.Module):
@@ -107,9 +108,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, Routing]:
         """x (..., H) to a tensor of its shape, and with ``return_routing`` the :class:`Routing` as well."""
-        if x.shape[-1] != self.hidden_size:
-            expected = f"shape (..., H) with H = {self.hidden_size}"
-            raise ArgumentError("MoE", "x", expected=expected, got=f"shape {tuple(x.shape)}")
+        checks.last_size("MoE", "x", x, "H", self.hidden_size)
         tokens = x.reshape(-1, self.hidden_size)
         routing = self.router(tokens)
         y = self.experts(tokens, routing.ids, routing.weights)

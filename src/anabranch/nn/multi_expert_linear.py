@@ -74,11 +74,7 @@ class MultiExpertLinear(nn.Module):
             expected = f"{len(self.in_features)} tensors, one per expert"
             raise ArgumentError("MultiExpertLinear", "xs", expected=expected, got=len(xs))
         for i, (x, size) in enumerate(zip(xs, self.in_features, strict=True)):
-            if x.shape[-1] != size:
-                expected = f"shape (..., in) with in = {size}"
-                raise ArgumentError(
-                    "MultiExpertLinear", f"xs[{i}]", expected=expected, got=f"shape {tuple(x.shape)}"
-                )
+            checks.last_size("MultiExpertLinear", f"xs[{i}]", x, "in", size)
         ys = multi_gemm([x.reshape(-1, x.shape[-1]) for x in xs], list(self.weights))
         if self.biases is not None:
             ys = [y + bias.to(y.dtype) for y, bias in zip(ys, self.biases, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
 from anabranch.ops.rope.api import mrope, rope
-from anabranch.ops.rope.operands import check_head_axis, check_positions, check_vectors
-from anabranch.ops.rope.sections import check_sections
+from anabranch.ops.precision import wide
+from anabranch.ops.rope.call import PAIRINGS
+from anabranch.ops.rope.operands import check_head_axis, check_positions, check_rotary_dim, check_vectors
+from anabranch.ops.rope.sections import ORDERS, check_sections
 
 
 class Rotary(nn.Module):
@@ -39,25 +42,21 @@ class Rotary(nn.Module):
         dim: int,
         *,
         base: float = 10000.0,
-        pairing: str = "half",
+        pairing: Literal["half", "adjacent"] = "half",
         sections: Sequence[int] | None = None,
-        order: str = "blocked",
+        order: Literal["blocked", "interleaved"] = "blocked",
         rotary_dim: int | None = None,
         head_axis: int = 1,
     ) -> None:
         super().__init__()
         checks.integer("Rotary", "dim", dim, minimum=2)
-        rotary_dim = dim if rotary_dim is None else rotary_dim
-        checks.integer("Rotary", "rotary_dim", rotary_dim, minimum=2)
-        if rotary_dim > dim or rotary_dim % 2:
-            expected = f"an even number up to dim = {dim}"
-            raise ArgumentError("Rotary", "rotary_dim", expected=expected, got=rotary_dim)
+        rotary_dim = check_rotary_dim("Rotary", rotary_dim, dim, "dim")
         if isinstance(base, bool) or not isinstance(base, (int, float)):
             raise ArgumentTypeError("Rotary", "base", expected="a float", got=type(base).__name__)
         if not base > 0:
             raise ArgumentError("Rotary", "base", expected="a number above 0", got=base)
-        checks.choice("Rotary", "pairing", pairing, ("half", "adjacent"))
-        checks.choice("Rotary", "order", order, ("blocked", "interleaved"))
+        checks.choice("Rotary", "pairing", pairing, PAIRINGS)
+        checks.choice("Rotary", "order", order, ORDERS)
         check_head_axis("Rotary", head_axis)
         if sections is not None:
             sections = check_sections("Rotary", sections, order, rotary_dim // 2)
@@ -99,7 +98,7 @@ class Rotary(nn.Module):
             raise ArgumentError("Rotary", "q", expected=expected, got=f"shape {tuple(q.shape)}")
         check_positions("Rotary", positions, sizes, rows=self.sections is not None)
         checks.same_device("Rotary", q, "q", positions=positions)
-        cos, sin = self.tables(positions, torch.float64 if q.dtype == torch.float64 else torch.float32)
+        cos, sin = self.tables(positions, wide(q.dtype))
         if self.sections is None:
             return rope(
                 q, k, cos, sin, pairing=self.pairing, rotary_dim=self.rotary_dim, head_axis=self.head_axis

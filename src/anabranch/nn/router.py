@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from anabranch.dispatch import without_autocast
 from anabranch.errors import ArgumentError
 from anabranch.ops import checks
+from anabranch.ops.precision import wide
 from anabranch.ops.topk_router.api import topk_router
 from anabranch.ops.topk_router.options import check_options
 
@@ -59,8 +60,8 @@ class Router(nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        score: str = "softmax",
-        order: str = "score_then_topk",
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        order: Literal["score_then_topk", "topk_then_score"] = "score_then_topk",
         renormalize: bool = False,
         selection_bias: bool = False,
         num_groups: int | None = None,
@@ -111,9 +112,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """The routing of x (..., H), whose leading dimensions make up T."""
-        if x.shape[-1] != self.hidden_size:
-            expected = f"shape (..., H) with H = {self.hidden_size}"
-            raise ArgumentError("Router", "x", expected=expected, got=f"shape {tuple(x.shape)}")
+        checks.last_size("Router", "x", x, "H", self.hidden_size)
         logits = self._logits(x.reshape(-1, self.hidden_size))
         weights, ids = topk_router(
             logits,
@@ -129,12 +128,9 @@ class Router(nn.Module):
         return Routing(weights, ids, logits)
 
     def _logits(self, x: Tensor) -> Tensor:
-        double = torch.float64 in (x.dtype, self.weight.dtype)
-        wide = torch.float64 if double else torch.float32
+        acc = wide(torch.promote_types(x.dtype, self.weight.dtype))
         with without_autocast(x.device):
-            return F.linear(
-                x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide)
-            )
+            return F.linear(x.to(acc), self.weight.to(acc), None if self.bias is None else self.bias.to(acc))
 
     @torch.no_grad()
     def update_selection_bias(self, counts: Tensor, rate: float = 1e-3) -> None:

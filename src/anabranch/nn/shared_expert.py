@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.epilogues import Epilogue, resolve
-from anabranch.errors import ArgumentError
 from anabranch.ops import checks
 
 
@@ -57,9 +56,7 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) to (..., H)."""
-        if x.shape[-1] != self.hidden_size:
-            expected = f"shape (..., H) with H = {self.hidden_size}"
-            raise ArgumentError("SharedExpert", "x", expected=expected, got=f"shape {tuple(x.shape)}")
+        checks.last_size("SharedExpert", "x", x, "H", self.hidden_size)
         # In the dtype of h: autograd would keep an fp32 copy of it for the backward.
         h = self.gate_up(x).chunk(self.activation.columns, dim=-1)
         y: Tensor = self.down(self.activation.forward(*h))

@@ -39,6 +39,15 @@ def shape(op: str, argument: str, value: Tensor, *sizes: int, means: str) -> Non
         raise ArgumentError(op, argument, expected=expected, got=f"shape {tuple(value.shape)}")
 
 
+def last_size(op: str, argument: str, value: object, letter: str, size: int) -> None:
+    """Demands a tensor whose last dimension has a size, with any dimensions before it."""
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(op, argument, expected=f"a tensor (..., {letter})", got=type(value).__name__)
+    if value.dim() == 0 or value.shape[-1] != size:
+        expected = f"shape (..., {letter}) with {letter} = {size}"
+        raise ArgumentError(op, argument, expected=expected, got=f"shape {tuple(value.shape)}")
+
+
 def same_dtype(op: str, argument: str, value: Tensor, like: Tensor, like_name: str = "x") -> None:
     """Demands the dtype of another argument."""
     if value.dtype != like.dtype:
@@ -114,33 +123,3 @@ def no_gradient_through(op: str, argument: str, *values: Tensor | None) -> None:
     if needs_grad(*values):
         expected = "no tensor that requires grad (a mutating call has no gradient)"
         raise ArgumentError(op, argument, expected=expected, got="one that does; use torch.no_grad()")
-
-
-def _span(value: Tensor) -> tuple[int, int]:
-    start = value.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return start, start + (last + 1) * value.element_size()
-
-
-def _side_by_side(a: Tensor, b: Tensor) -> bool:
-    """Whether two matrices are columns of one row-major buffer that interleave without touching."""
-    if a.dim() != 2 or b.dim() != 2 or a.stride(1) != 1 or b.stride(1) != 1:
-        return False
-    row = a.stride(0) * a.element_size()
-    if row <= 0 or row != b.stride(0) * b.element_size():
-        return False
-    column = (b.data_ptr() - a.data_ptr()) % row
-    return column >= a.shape[1] * a.element_size() and column + b.shape[1] * b.element_size() <= row
-
-
-def no_overlap(op: str, argument: str, out: Tensor, **inputs: Tensor | None) -> None:
-    """Demands that an output's memory is nobody's input. Reads addresses, so it runs inside operators."""
-    if out.numel() == 0:
-        return
-    low, high = _span(out)
-    for other, value in inputs.items():
-        if value is None or value.numel() == 0 or value.device != out.device:
-            continue
-        start, stop = _span(value)
-        if start < high and low < stop and not _side_by_side(out, value):
-            raise ArgumentError(op, argument, expected=f"memory apart from {other}", got="overlapping memory")

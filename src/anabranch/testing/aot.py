@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,26 +25,47 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from anabranch._backends.triton import device
 
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
-"""Bytes of shared memory a program may have, by compute capability (CUDA C++ Programming Guide)."""
+SHARED_MEMORY = {
+    80: 166_912,
+    86: 101_376,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    "gfx942": 65_536,
+}
+"""Bytes of shared memory a program may have, by compute capability (CUDA C++ Programming Guide), or by AMD's name."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as compiled: its name and constants, and what it takes of a multiprocessor."""
+    """One kernel as compiled: its name and constants, and what it takes of a multiprocessor.
+
+    Registers (of a thread) and spilled bytes are None where no tool can tell them.
+    """
 
     name: str
     constants: dict[str, Any]
     num_warps: int
+    num_stages: int
     registers: int | None
     spilled_bytes: int | None
     shared_bytes: int
+    seconds: float
+
+
+def gpu(arch: int | str) -> GPUTarget:
+    """The target of a compute capability such as 90, or of an AMD GPU such as "gfx942"."""
+    return GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64)
 
 
 @contextmanager
-def compiling(arch: int) -> Iterator[list[Compiled]]:
-    """Compiles launches for compute capability ``arch`` (80, 90, 100) instead of running them."""
-    target = GPUTarget("cuda", arch, 32)
+def compiling(arch: int | str) -> Iterator[list[Compiled]]:
+    """Compiles launches for a GPU instead of running them; each kernel once.
+
+    Args:
+        arch: a key of :data:`SHARED_MEMORY`.
+    """
+    target = gpu(arch)
     backend = make_backend(target)
     found: list[Compiled] = []
     seen: set[str] = set()
@@ -59,35 +81,49 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
         if key in seen:
             return
         seen.add(key)
+        start = time.perf_counter()
         kernel = triton.compile(source, target=target, options=options.__dict__)
-        registers, spilled = resources(kernel.asm["cubin"])
-        named = {self.arg_names[path[0]]: value for path, value in constants.items()}
+        registers, spilled = resources(kernel.asm)
         found.append(
-            Compiled(self.fn.__name__, named, options.num_warps, registers, spilled, kernel.metadata.shared)
+            Compiled(
+                self.fn.__name__,
+                {self.arg_names[path[0]]: value for path, value in constants.items()},
+                options.num_warps,
+                options.num_stages,
+                registers,
+                spilled,
+                kernel.metadata.shared,
+                time.perf_counter() - start,
+            )
         )
 
+    # What is not NVIDIA's has no tensor memory accelerator; that is all the kernels ask of a capability.
+    capability = divmod(arch, 10) if isinstance(arch, int) else (0, 0)
     with (
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(device, "capability", return_value=divmod(arch, 10)),
+        mock.patch.object(device, "capability", return_value=capability),
         mock.patch.object(device, "num_sms", return_value=132),
         mock.patch.object(device, "shared_memory_limit", return_value=SHARED_MEMORY[arch]),
     ):
         yield found
 
 
-def resources(cubin: bytes) -> tuple[int | None, int | None]:
-    """(registers a thread, bytes spilled) of a compiled kernel, by cuobjdump; None where that is missing."""
+def resources(asm: dict[str, Any]) -> tuple[int | None, int | None]:
+    """(registers a thread, bytes spilled) of a compiled kernel; None where they cannot be read."""
+    if "amdgcn" in asm:
+        registers, spills = (re.search(rf"\.{word}:\s*(\d+)", asm["amdgcn"]) for word in ("vgpr_count", "vgpr_spill_count"))
+        return int(registers[1]) if registers else None, 4 * int(spills[1]) if spills else None
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     found = str(tool) if tool.exists() else shutil.which("cuobjdump")
     if not found:
         return None, None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(asm["cubin"])
         file.flush()
         text = subprocess.run(
             [found, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    registers, stack, local = (re.search(rf"{word}:(\d+)", text) for word in ("REG", "STACK", "LOCAL"))
-    if registers is None:
+    count, stack, local = (re.search(rf"{word}:(\d+)", text) for word in ("REG", "STACK", "LOCAL"))
+    if count is None:
         return None, None
-    return int(registers[1]), sum(int(m[1]) for m in (stack, local) if m)
+    return int(count[1]), sum(int(m[1]) for m in (stack, local) if m)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
-from anabranch.dispatch import ORDER, probe
+from anabranch.dispatch import ORDER, unavailable
 
 __all__ = ["usable_backends"]
 
@@ -14,8 +12,4 @@ __all__ = ["usable_backends"]
 def usable_backends(op: str, device: torch.device | str = "cpu") -> list[str]:
     """The backends of an op that run on a device here, the reference last. For parametrizing tests."""
     device = torch.device(device)
-    return [
-        name
-        for name in ORDER
-        if probe(name, device) is None and importlib.util.find_spec(f"anabranch.ops.{op}.backends.{name}")
-    ] + ["reference"]
+    return [name for name in ORDER if unavailable(op, name, device) is None] + ["reference"]

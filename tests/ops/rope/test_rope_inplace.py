@@ -5,7 +5,6 @@ import torch
 
 from anabranch.errors import ArgumentError
 from anabranch.ops.rope.api import mrope, rope
-from anabranch.ops.rope.overlap import overlap, overlaps_itself
 from anabranch.testing import assert_same, guard_band, randn, strided, usable_backends
 
 BACKENDS = usable_backends("rope")
@@ -94,12 +93,12 @@ def test_refuses_expanded(backend, name):
 def test_refuses_shared_memory(backend):
     x = randn(2, 5, 4, 8)
     cos, sin = randn(2, 5, 8), randn(2, 5, 8)
-    with pytest.raises(ArgumentError, match="rope: k: expected memory apart from q, with inplace"):
+    with pytest.raises(ArgumentError, match="rope: k: expected memory apart from q"):
         rope(x, x, cos, sin, head_axis=2, inplace=True, backend=backend)
-    with pytest.raises(ArgumentError, match="rope: k: expected memory apart from q, with inplace"):
+    with pytest.raises(ArgumentError, match="rope: k: expected memory apart from q"):
         rope(x[:, :, :3], x[:, :, 2:], cos, sin, head_axis=2, inplace=True, backend=backend)
     with pytest.raises(ArgumentError, match="rope: q: expected memory apart from sin"):
-        rope(x[:, :, :2], None, cos, x[:, :, 3].squeeze(), head_axis=2, inplace=True, backend=backend)
+        rope(x[:, :, :2], None, cos, x[:, :, 1], head_axis=2, inplace=True, backend=backend)
 
 
 @every_backend
@@ -112,47 +111,3 @@ def test_refuses_gradients(backend):
         rope(q.detach(), q, cos, cos, inplace=True, backend=backend)
     with torch.no_grad():
         rope(q, None, cos, cos, inplace=True, backend=backend)
-
-
-def addresses(tensor):
-    index = torch.arange(tensor.storage_offset(), tensor.storage_offset() + 1)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        index = (index.unsqueeze(-1) + torch.arange(size) * stride).reshape(-1)
-    return index.tolist()
-
-
-def test_overlap_against_enumeration():
-    """Random views of one buffer: the answer of the search is that of listing every address."""
-    buffer = torch.zeros(400)
-    found = {True: 0, False: 0}
-    for _ in range(400):
-        views = []
-        for _ in range(2):
-            strides = [[48, 12, 4, 1], [12, 48, 1, 4], [24, 6, 2, 1], [1, 4, 12, 48], [60, 7, 3, 2]]
-            size = torch.randint(1, 4, (4,)).tolist()
-            stride = strides[int(torch.randint(5, (1,)))]
-            views.append(buffer.as_strided(size, stride, int(torch.randint(0, 100, (1,)))))
-        a, b = views
-        if any(len(set(addresses(v))) != v.numel() for v in views):
-            continue
-        shared = bool(set(addresses(a)) & set(addresses(b)))
-        assert overlap(a, b) == shared, (a.shape, a.stride(), b.shape, b.stride())
-        found[shared] += 1
-    assert min(found.values()) > 50
-
-
-VIEWS = {
-    "whole": (lambda x: x, False),
-    "transposed": (lambda x: x.transpose(0, 2), False),
-    "slices": (lambda x: x[:, ::2, 1:3], False),
-    "expanded": (lambda x: x[:1].expand(3, -1, -1), True),
-    "empty": (lambda x: x[:0].expand(3, 0, 4, 4), False),
-    "windows": (lambda x: x.reshape(-1).unfold(0, 8, 4), True),
-    "pieces": (lambda x: x.reshape(-1).unfold(0, 8, 8), False),
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_overlap_inside(name):
-    view, inside = VIEWS[name]
-    assert overlaps_itself(view(torch.zeros(3, 4, 4))) == inside

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from anabranch.ops.precision import wide
+
 ONEDNN_WORTH = 2**20
 """Multiplications from which oneDNN's speed outweighs what it takes to call it."""
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _CONVERTS_FP16 = _ONEDNN and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 _MM_KEEPS_FP32 = "dtype" in torch.ops.aten.mm.overloads()
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The accumulator's dtype: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def exposes_accumulator(value: Tensor) -> bool:
@@ -53,10 +50,14 @@ def matmul_nt(a: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None) -> 
         torch.add(value, bias, out=out)
 
 
+def whole_rows(value: Tensor) -> Tensor:
+    """The matrix with each row in one piece: gathering scattered elements costs more than this one copy."""
+    return value if value.stride(-1) == 1 else value.contiguous()
+
+
 def gather(value: Tensor, index: Tensor, out: Tensor) -> Tensor:
     """``out = value[index]``, by rows."""
-    # Gathering rows whose elements are scattered costs more than this one copy.
-    return torch.index_select(value if value.stride(-1) == 1 else value.contiguous(), 0, index, out=out)
+    return torch.index_select(whole_rows(value), 0, index, out=out)
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,23 @@ class Block:
         """How many places."""
         return self.stop - self.start
 
+    @property
+    def sizes(self) -> list[int]:
+        """Places of each expert."""
+        return [j - i for _, i, j in self.experts]
+
+    def matrices(self, weight: Tensor) -> list[Tensor]:
+        """The experts' matrices in an (E, ...) tensor. Cutting all at once costs a fraction of one by one."""
+        first, last = self.experts[0][0], self.experts[-1][0]
+        found = weight[first : last + 1].unbind(0)
+        return [found[e - first] for e, _, _ in self.experts]
+
     def multiply(self, a: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """Each expert's rows of ``a`` times its matrix of ``weight`` (E, N, K_dim), plus its row of ``bias``."""
-        for e, i, j in self.experts:
-            matmul_nt(a[i:j], weight[e], out[i:j], None if bias is None else bias[e])
+        biases = [None] * len(self.experts) if bias is None else self.matrices(bias)
+        rows, results = a.split(self.sizes), out.split(self.sizes)
+        for mine, matrix, result, b in zip(rows, self.matrices(weight), results, biases, strict=True):
+            matmul_nt(mine, matrix, result, b)
 
     def multiply_wide(
         self, a: Tensor, weight: Tensor, rounded: Tensor, exact: Tensor, bias: Tensor | None = None
@@ -96,9 +110,10 @@ class Block:
 
     def weight_gradient(self, grad: Tensor, x: Tensor, d_weight: Tensor, transposed: bool) -> None:
         """Each expert's ``grad.T @ x`` into its matrix of ``d_weight``, or if that is transposed ``x.T @ grad``."""
-        left, right = (x, grad) if transposed else (grad, x)
-        for e, i, j in self.experts:
-            matmul_nt(left[i:j].T, right[i:j].T, d_weight[e])
+        left, right = (x.T, grad.T) if transposed else (grad.T, x.T)
+        lefts, rights = left.split(self.sizes, 1), right.split(self.sizes, 1)
+        for a, b, result in zip(lefts, rights, self.matrices(d_weight), strict=True):
+            matmul_nt(a, b, result)
 
     def bias_gradient(self, grad: Tensor, d_bias: Tensor) -> None:
         """The sum of each expert's rows of ``grad`` into its row of ``d_bias``."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from anabranch._backends.eager.product import Block, wide
+from anabranch._backends.eager.product import Block
 from anabranch.layout import ExpertLayout
+from anabranch.ops.precision import wide
 
 BLOCK = 2**18
 """Elements of pre-activation in a block: large enough to outweigh the calls, small enough for the cache."""

@@ -9,6 +9,7 @@ from anabranch.epilogues import Epilogue
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm import autograd, reference
 from anabranch.ops.grouped_gemm.call import bind_grouped_gemm
+from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
 
 
 def grouped_gemm(
@@ -24,7 +25,7 @@ def grouped_gemm(
     transpose_weight: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
-    config: object = None,
+    config: GroupedGemmConfig | str | None = None,
 ) -> Tensor:
     """Multiplies each expert's rows by that expert's weight: ``y[r] = scale * act(W[e] x[r] + bias[e])``.
 
@@ -48,7 +49,9 @@ def grouped_gemm(
         out: where to write the result, (R or T * K, N or N / 2) in x's dtype; returned. Refused while a gradient
             is needed.
         backend: a backend's name, which then runs or raises; None takes the first that can serve the call.
-        config: a backend's tile configuration; None lets the backend choose. Backends without tiles refuse one.
+        config: tiles of the product, a :class:`anabranch.tuning.GroupedGemmConfig`, which the triton backend runs
+            with; or ``"heuristic"``, for what it would choose if nothing had ever been tuned. None lets it use
+            tuned results. With either, the gradients keep the heuristic's tiles. Backends without tiles refuse.
 
     Returns:
         (R, N) in expert order, or (T * K, N) in slot order with ``scatter``; N / 2 columns if gated.

@@ -12,11 +12,16 @@ from anabranch.epilogues import Identity, resolve
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
 from anabranch.ops.grouped_gemm.call import OP, GroupedGemmCall
+from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+from anabranch.ops.overlap import no_overlap
 from anabranch.ops.second_order import refuse_second_derivative
+from anabranch.tuning import HEURISTIC
+from anabranch.tuning.spec import from_text, to_text
 
 _CALL = (
     "Tensor x, Tensor weight, Tensor counts, Tensor offsets, Tensor row_to_slot, Tensor slot_to_row, "
-    "Tensor? bias, Tensor? scale, bool gather, bool scatter, str activation, bool transpose_weight, str? backend"
+    "Tensor? bias, Tensor? scale, bool gather, bool scatter, str activation, bool transpose_weight, str? backend, "
+    "str? config"
 )
 _TENSORS = 8
 """How many of these are tensors; they come first."""
@@ -51,25 +56,26 @@ def _flatten(call: GroupedGemmCall) -> tuple[Any, ...]:
         call.epilogue.spec,
         call.transpose_weight,
         call.backend,
+        to_text(call.config) if isinstance(call.config, GroupedGemmConfig) else call.config,
     )
 
 
 def _restore(*args: Any) -> GroupedGemmCall:
     x, weight, counts, offsets, row_to_slot, slot_to_row, bias, scale = args[:_TENSORS]
-    gather, scatter, activation, transpose_weight, backend = args[_TENSORS:]
+    gather, scatter, activation, transpose_weight, backend, text = args[_TENSORS:]
     layout = ExpertLayout(counts, offsets, row_to_slot, slot_to_row)
     epilogue = resolve(OP, activation)
-    return GroupedGemmCall(
-        x, weight, layout, gather, scatter, bias, scale, epilogue, transpose_weight, backend=backend
-    )
+    config = text if text in (None, HEURISTIC) else from_text(GroupedGemmConfig, text)
+    options = (transpose_weight, None, backend, config)
+    return GroupedGemmCall(x, weight, layout, gather, scatter, bias, scale, epilogue, *options)
 
 
 def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
     call = _restore(*args)
-    backend = choose(OP, call, call.backend).module
+    kernels = choose(OP, call, call.backend).module
     out, h = _allocate(keep_h, call)
     with without_autocast(call.device):
-        backend.forward(call, out, h if keep_h else None)
+        kernels.forward(call, out, h if keep_h else None)
     return out, h
 
 
@@ -80,18 +86,18 @@ def _allocate(keep_h: bool, call: GroupedGemmCall) -> tuple[Tensor, Tensor]:
 
 def _out(out: Tensor, *args: Any) -> None:
     call = _restore(*args)
-    backend = choose(OP, call, call.backend).module
-    checks.no_overlap(OP, "out", out, x=call.x, weight=call.weight, bias=call.bias, scale=call.scale)
+    kernels = choose(OP, call, call.backend).module
+    no_overlap(OP, "out", out, x=call.x, weight=call.weight, bias=call.bias, scale=call.scale)
     with without_autocast(call.device):
-        backend.forward(call, out, None)
+        kernels.forward(call, out, None)
 
 
 def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
     """The needed ones among the gradients of x, weight, bias and scale, in this order."""
     call = _restore(*args)
-    backend = choose(OP, call, call.backend).module
+    kernels = choose(OP, call, call.backend).module
     with without_autocast(call.device):
-        grads = backend.backward(call, grad, h if h.dim() == 2 else None, needs)
+        grads = kernels.backward(call, grad, h if h.dim() == 2 else None, needs)
     return [g for g in grads if g is not None]
 
 

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from anabranch.dispatch import check_name
 from anabranch.epilogues import Epilogue, resolve
-from anabranch.errors import ArgumentError
+from anabranch.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
+from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+from anabranch.tuning import HEURISTIC
 
 OP = "grouped_gemm"
+NO_TILES = "it has no tiles to configure"
+"""Why a backend refuses a configuration."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +35,7 @@ class GroupedGemmCall:
     transpose_weight: bool
     out: Tensor | None = None
     backend: str | None = None
+    config: GroupedGemmConfig | str | None = None
 
     @property
     def device(self) -> torch.device:
@@ -69,18 +74,18 @@ def bind_grouped_gemm(
     transpose_weight: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
-    config: object = None,
+    config: GroupedGemmConfig | str | None = None,
 ) -> GroupedGemmCall:
     """Checks the arguments of grouped_gemm, casts as autocast asks, and freezes the call."""
     check_name(OP, backend)
-    checks.no_config(OP, config)
+    _check_config(config, backend)
     epilogue = resolve(OP, activation)
     checks.tensor(OP, "x", x, "(T, K_dim)" if gather else "(R, K_dim)", checks.FLOATS)
     stored = "(E, K_dim, N)" if transpose_weight else "(E, N, K_dim)"
     checks.tensor(OP, "weight", weight, stored, checks.FLOATS)
     x, weight, bias = checks.cast_like_matmul(x, weight, bias)
     call = GroupedGemmCall(
-        x, weight, layout, gather, scatter, bias, scale, epilogue, transpose_weight, out, backend
+        x, weight, layout, gather, scatter, bias, scale, epilogue, transpose_weight, out, backend, config
     )
     experts, n, k_dim = call.weight_nk.shape
     checks.layout(OP, layout, num_experts=experts)
@@ -105,3 +110,14 @@ def bind_grouped_gemm(
         checks.no_gradient_through(OP, "out", x, weight, bias, scale, out)
     checks.same_device(OP, x, weight=weight, layout=layout, bias=bias, scale=scale, out=out)
     return call
+
+
+def _check_config(config: object, backend: str | None) -> None:
+    """Demands tiles, or a word for the heuristic's; a backend says itself whether it has any."""
+    expected = f"a GroupedGemmConfig, {HEURISTIC!r} or None"
+    if isinstance(config, str) and config != HEURISTIC:
+        raise ArgumentError(OP, "config", expected=expected, got=repr(config))
+    if config is not None and not isinstance(config, (GroupedGemmConfig, str)):
+        raise ArgumentTypeError(OP, "config", expected=expected, got=type(config).__name__)
+    if config is not None and backend == "reference":
+        raise UnsupportedError(OP, "config", expected="None for the reference", got=NO_TILES)

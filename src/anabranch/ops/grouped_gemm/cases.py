@@ -24,7 +24,6 @@ class Case:
     activation: str | None = None
     routing: str = "random"
     dropped: float = 0.0
-    tags: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return self.name
@@ -39,7 +38,6 @@ class Case:
             K=min(self.K, most_experts),
             N=2 * max(4, self.N // divisor // 2 + 1),
             K_dim=max(8, self.K_dim // divisor + 1),
-            tags=frozenset({"small"}),
         )
 
 
@@ -52,7 +50,6 @@ def _model(
     activation: str = "swiglu",
     T: int = 4096,
 ) -> tuple[Case, Case]:
-    tags = frozenset({"model"})
     up = Case(
         f"{name}_up",
         T,
@@ -63,9 +60,8 @@ def _model(
         gather=True,
         activation=activation,
         routing="zipf",
-        tags=tags,
     )
-    down = Case(f"{name}_down", T, E, K, H, intermediate, scatter=True, routing="zipf", tags=tags)
+    down = Case(f"{name}_down", T, E, K, H, intermediate, scatter=True, routing="zipf")
     return up, down
 
 
@@ -81,7 +77,7 @@ MODELS: tuple[Case, ...] = (
 
 
 def _odd(name: str, T: int, E: int, K: int, N: int, K_dim: int, routing: str, dropped: float = 0.0) -> Case:
-    return Case(name, T, E, K, N, K_dim, routing=routing, dropped=dropped, tags=frozenset({"odd"}))
+    return Case(name, T, E, K, N, K_dim, routing=routing, dropped=dropped)
 
 
 ODD: tuple[Case, ...] = (

@@ -56,9 +56,8 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
 def _restore(*args: Any) -> MoeMlpCall:
     activation, transpose_weight, gate_layout, weight_on, backend = args[_TENSORS:]
     layout = ExpertLayout(*args[_INPUTS:_TENSORS])
-    options = (transpose_weight, gate_layout, weight_on, backend, None, layout)
-    fields: list[Any] = [*args[:_INPUTS], resolve(OP, activation), *options]
-    return MoeMlpCall(*fields)
+    options = (resolve(OP, activation), transpose_weight, gate_layout, weight_on, backend)
+    return MoeMlpCall(*args[:_INPUTS], *options, layout=layout)
 
 
 def _allocate(keep_h: bool, call: MoeMlpCall) -> tuple[Tensor, Tensor]:
@@ -69,19 +68,19 @@ def _allocate(keep_h: bool, call: MoeMlpCall) -> tuple[Tensor, Tensor]:
 
 def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
     call = _restore(*args)
-    backend = choose(OP, call, call.backend).module
+    kernels = choose(OP, call, call.backend).module
     out, h = _allocate(keep_h, call)
     with without_autocast(call.device):
-        backend.forward(call, out, h if keep_h else None)
+        kernels.forward(call, out, h if keep_h else None)
     return out, h
 
 
 def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
     """The needed ones among the gradients of the inputs, in their order."""
     call = _restore(*args)
-    backend = choose(OP, call, call.backend).module
+    kernels = choose(OP, call, call.backend).module
     with without_autocast(call.device):
-        grads = backend.backward(call, grad, h, needs)
+        grads = kernels.backward(call, grad, h, needs)
     return [g for g in grads if g is not None]
 
 

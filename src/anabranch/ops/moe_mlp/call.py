@@ -83,11 +83,7 @@ def bind_moe_mlp(
     """Checks the arguments of moe_mlp, casts as autocast asks, and freezes the call."""
     check_name(OP, backend)
     epilogue = resolve(OP, activation)
-    checks.choice(OP, "gate_layout", gate_layout, ("concatenated", "interleaved"))
-    checks.choice(OP, "weight_on", weight_on, ("output", "input"))
-    if gate_layout == "interleaved" and epilogue.columns == 1:
-        expected = f"'concatenated' for {epilogue.name}, which has no gate"
-        raise ArgumentError(OP, "gate_layout", expected=expected, got=repr(gate_layout))
+    check_options(OP, epilogue, gate_layout, weight_on)
     width = "I" if epilogue.columns == 1 else f"{epilogue.columns} * I"
     checks.tensor(OP, "x", x, "(T, H)", checks.FLOATS)
     checks.tensor(
@@ -115,6 +111,15 @@ def bind_moe_mlp(
     return call
 
 
+def check_options(op: str, epilogue: Epilogue, gate_layout: str, weight_on: str) -> None:
+    """Demands options that fit each other, for the function and for modules that keep them."""
+    checks.choice(op, "gate_layout", gate_layout, ("concatenated", "interleaved"))
+    checks.choice(op, "weight_on", weight_on, ("output", "input"))
+    if gate_layout == "interleaved" and epilogue.columns == 1:
+        expected = f"'concatenated' for {epilogue.name}, which has no gate"
+        raise ArgumentError(op, "gate_layout", expected=expected, got=repr(gate_layout))
+
+
 def _check_shapes(call: MoeMlpCall) -> None:
     tokens, hidden = call.x.shape
     experts, width, _ = call.gate_up_nk.shape
@@ -135,7 +140,8 @@ def _check_shapes(call: MoeMlpCall) -> None:
     checks.shape(OP, "expert_ids", call.expert_ids, tokens, top_k, means="(x's T, K)")
     checks.shape(OP, "expert_weights", call.expert_weights, tokens, top_k, means="expert_ids' (T, K)")
     if call.gate_up_bias is not None:
-        checks.tensor(OP, "gate_up_bias", call.gate_up_bias, "(E, N)", checks.FLOATS)
+        letters = "(E, I)" if columns == 1 else f"(E, {columns} * I)"
+        checks.tensor(OP, "gate_up_bias", call.gate_up_bias, letters, checks.FLOATS)
         checks.shape(OP, "gate_up_bias", call.gate_up_bias, experts, width, means="gate_up's (E, width)")
     if call.down_bias is not None:
         checks.tensor(OP, "down_bias", call.down_bias, "(E, H)", checks.FLOATS)

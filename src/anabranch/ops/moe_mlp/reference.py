@@ -6,24 +6,25 @@ import torch
 from torch import Tensor
 
 from anabranch.ops.moe_mlp.call import MoeMlpCall
+from anabranch.ops.precision import wide
 
 
 def moe_mlp(call: MoeMlpCall) -> Tensor:
     """The output, in the accumulator's precision until the one rounding at the end."""
     assert call.expert_ids is not None
-    wide = torch.float64 if call.dtype == torch.float64 else torch.float32
-    gate_up, down = call.gate_up_nk.to(wide), call.down_nk.to(wide)
-    gate_up_bias = None if call.gate_up_bias is None else call.gate_up_bias.to(wide)
-    down_bias = None if call.down_bias is None else call.down_bias.to(wide)
+    acc = wide(call.dtype)
+    gate_up, down = call.gate_up_nk.to(acc), call.down_nk.to(acc)
+    gate_up_bias = None if call.gate_up_bias is None else call.gate_up_bias.to(acc)
+    down_bias = None if call.down_bias is None else call.down_bias.to(acc)
     rows = []
     for t, experts in enumerate(call.expert_ids.tolist()):
-        total = call.x.new_zeros(call.x.shape[1], dtype=wide)
+        total = call.x.new_zeros(call.x.shape[1], dtype=acc)
         for k, e in enumerate(experts):
             if not 0 <= e < gate_up.shape[0]:
                 continue
-            weight, x = call.expert_weights[t, k].to(wide), call.x[t].to(wide)
+            weight, x = call.expert_weights[t, k].to(acc), call.x[t].to(acc)
             if call.weight_on == "input":
-                x = (weight * x).to(call.dtype).to(wide)
+                x = (weight * x).to(call.dtype).to(acc)
             h = gate_up[e] @ x
             if gate_up_bias is not None:
                 h = h + gate_up_bias[e]

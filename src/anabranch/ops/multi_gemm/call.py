@@ -11,6 +11,7 @@ from torch import Tensor
 from anabranch.dispatch import check_name
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
+from anabranch.ops.overlap import no_overlap
 
 OP = "multi_gemm"
 """The folder, and so what dispatch knows both functions by."""
@@ -155,4 +156,4 @@ def check_memory(call: MultiGemmCall) -> None:
     inputs = dict(zip((*x_names, *weight_names), (*call.xs, *call.weights), strict=True))
     for i, value in enumerate(call.out):
         others = {f"out[{j}]": other for j, other in enumerate(call.out[:i])}
-        checks.no_overlap(call.op, f"out[{i}]", value, **inputs, **others)
+        no_overlap(call.op, f"out[{i}]", value, **inputs, **others)

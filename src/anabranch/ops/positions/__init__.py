@@ -1,1 +1,0 @@
-"""Positions of multimodal tokens: what rotary embeddings and window attention index by."""

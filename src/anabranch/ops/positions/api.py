@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from anabranch.ops.positions import builders, call
+from anabranch.ops.positions import builders
+from anabranch.ops.positions.call import bind_rope_index, bind_vision_rotary, bind_window_index
 
 
 def rope_index(
@@ -38,14 +39,14 @@ def rope_index(
 
     Args:
         input_ids: (B, S) int64 or int32.
-        spatial_merge_size: Patches merged along h, and along w, into one token; it divides every h and w.
-        image_token_id: Placeholder of an image's tokens.
-        video_token_id: Placeholder of a video's tokens.
-        vision_start_token_id: The token right before each run of placeholders.
-        tokens_per_second: Temporal positions a second of video takes; above 0.
+        spatial_merge_size: patches merged along h, and along w, into one token; it divides every h and w.
+        image_token_id: placeholder of an image's tokens.
+        video_token_id: placeholder of a video's tokens.
+        vision_start_token_id: the token right before each run of placeholders.
+        tokens_per_second: temporal positions a second of video takes; above 0.
         image_grid_thw: (N, 3), in patches: frames, height, width of each image. A tensor of int64 or int32 on
             any device, or a list of lists, which needs no device read.
-        video_grid_thw: As image_grid_thw, of the videos.
+        video_grid_thw: as image_grid_thw, of the videos.
         second_per_grid_ts: (videos,) seconds between two frames of each video; None: 1.0.
         attention_mask: (B, S) bool, or int64 or int32 of 0 and 1, where input_ids is; 0 is padding, on any
             side. None: no padding. An integer mask is read on the host.
@@ -57,12 +58,12 @@ def rope_index(
         Both are where input_ids is.
 
     Raises:
-        ArgumentError: Placeholders and grids that do not match (another number of runs than grids, a run
+        ArgumentError: placeholders and grids that do not match (another number of runs than grids, a run
             longer or shorter than its grid, a run without its start token), or a bad value or shape.
         ArgumentTypeError: A bad type or dtype.
     """
     return builders.rope_index(
-        call.rope_index(
+        bind_rope_index(
             input_ids,
             spatial_merge_size=spatial_merge_size,
             image_token_id=image_token_id,
@@ -90,7 +91,7 @@ def vision_rotary(
         inv_freq: (F,) fp16, bf16, fp32 or fp64: radians a patch. Differentiable.
         grid_thw: (N, 3), in patches: frames, height, width. A tensor of int64 or int32 on any device, or a
             list of lists, with which nothing waits for the device.
-        spatial_merge_size: Side of a block in patches; it divides every h and w.
+        spatial_merge_size: side of a block in patches; it divides every h and w.
 
     Returns:
         (tokens, 2F), in the dtype and on the device of inv_freq: row * inv_freq, then column * inv_freq.
@@ -101,7 +102,7 @@ def vision_rotary(
         ArgumentError: A bad value or shape, such as a grid that spatial_merge_size does not divide.
         ArgumentTypeError: A bad type or dtype.
     """
-    return builders.vision_rotary(call.vision_rotary(inv_freq, grid_thw, spatial_merge_size))
+    return builders.vision_rotary(bind_vision_rotary(inv_freq, grid_thw, spatial_merge_size))
 
 
 def window_index(
@@ -119,10 +120,10 @@ def window_index(
     Args:
         grid_thw: (N, 3), in patches: frames, height, width. A tensor of int64 or int32, or a list of lists,
             with which nothing waits for the device.
-        window_size: Side of a window in pixels.
-        spatial_merge_size: Patches merged along h, and along w, into one token; it divides every h and w.
-        patch_size: Side of a patch in pixels.
-        spatial_merge_unit: What one merged token adds to the bounds; None: spatial_merge_size ** 2, so that
+        window_size: side of a window in pixels.
+        spatial_merge_size: patches merged along h, and along w, into one token; it divides every h and w.
+        patch_size: side of a patch in pixels.
+        spatial_merge_unit: what one merged token adds to the bounds; None: spatial_merge_size ** 2, so that
             they count patches.
 
     Returns:
@@ -136,5 +137,5 @@ def window_index(
         ArgumentTypeError: A bad type or dtype.
     """
     return builders.window_index(
-        call.window_index(grid_thw, window_size, spatial_merge_size, patch_size, spatial_merge_unit)
+        bind_window_index(grid_thw, window_size, spatial_merge_size, patch_size, spatial_merge_unit)
     )

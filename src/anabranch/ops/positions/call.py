@@ -69,7 +69,7 @@ def merged_grids(op: str, argument: str, grids: object, merge: int) -> list[Grid
     return merged
 
 
-def rope_index(
+def bind_rope_index(
     input_ids: Tensor,
     *,
     spatial_merge_size: int,
@@ -115,7 +115,7 @@ def rope_index(
     return RopeIndexCall(size, input_ids.device, attention_mask, segments, tokens_per_second)
 
 
-def vision_rotary(inv_freq: Tensor, grid_thw: object, spatial_merge_size: int) -> VisionRotaryCall:
+def bind_vision_rotary(inv_freq: Tensor, grid_thw: object, spatial_merge_size: int) -> VisionRotaryCall:
     """Checks every argument."""
     op = "vision_rotary"
     checks.tensor(op, "inv_freq", inv_freq, "(F,)", checks.FLOATS)
@@ -124,7 +124,7 @@ def vision_rotary(inv_freq: Tensor, grid_thw: object, spatial_merge_size: int) -
     return VisionRotaryCall(inv_freq, grids, spatial_merge_size)
 
 
-def window_index(
+def bind_window_index(
     grid_thw: object,
     window_size: int,
     spatial_merge_size: int,

@@ -1,1 +1,0 @@
-"""Rotary position embeddings, with one position a token (rope) or three (mrope)."""

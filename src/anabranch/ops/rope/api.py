@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ def rope(
     cos: Tensor,
     sin: Tensor,
     *,
-    pairing: str = "half",
+    pairing: Literal["half", "adjacent"] = "half",
     rotary_dim: int | None = None,
     positions: Tensor | None = None,
     head_axis: int = 1,
@@ -90,7 +91,7 @@ def mrope(
     sin: Tensor,
     sections: Sequence[int],
     *,
-    order: str = "blocked",
+    order: Literal["blocked", "interleaved"] = "blocked",
     rotary_dim: int | None = None,
     positions: Tensor | None = None,
     head_axis: int = 1,

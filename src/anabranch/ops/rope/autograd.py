@@ -13,8 +13,7 @@ from torch import Tensor
 
 from anabranch.dispatch import checks_values, choose, without_autocast
 from anabranch.errors import ArgumentError
-from anabranch.ops.rope.call import OP, RopeCall
-from anabranch.ops.rope.overlap import check_inplace
+from anabranch.ops.rope.call import OP, RopeCall, check_memory
 
 _REST = (
     "Tensor cos, Tensor sin, Tensor? positions, str pairing, SymInt rotary_dim, int head_axis, "
@@ -64,7 +63,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _inplace(*args: Any) -> None:
     call = replace(RopeCall(*args), inplace=True)
-    check_inplace(call.op, call.q, call.k, cos=call.cos, sin=call.sin, positions=call.positions)
+    check_memory(call)
     _run(call, call.q, call.k)
 
 

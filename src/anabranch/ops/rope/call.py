@@ -11,7 +11,15 @@ from torch import Tensor
 from anabranch.dispatch import check_name
 from anabranch.errors import ArgumentError
 from anabranch.ops import checks
-from anabranch.ops.rope.operands import Sizes, check_head_axis, check_positions, check_tables, check_vectors
+from anabranch.ops.overlap import no_overlap
+from anabranch.ops.rope.operands import (
+    Sizes,
+    check_head_axis,
+    check_positions,
+    check_rotary_dim,
+    check_tables,
+    check_vectors,
+)
 from anabranch.ops.rope.sections import ORDERS, check_sections
 
 OP = "rope"
@@ -141,12 +149,7 @@ def _check_common(
     check_name(op, backend)
     check_head_axis(op, head_axis)
     sizes = check_vectors(op, q, k, head_axis)
-    given = sizes.channels if rotary_dim is None else rotary_dim
-    checks.integer(op, "rotary_dim", given, minimum=2)
-    if given > sizes.channels or given % 2:
-        expected = f"an even number up to q's D = {sizes.channels}"
-        raise ArgumentError(op, "rotary_dim", expected=expected, got=given)
-    return sizes, given
+    return sizes, check_rotary_dim(op, rotary_dim, sizes.channels, "q's D")
 
 
 def _check_together(op: str, call: RopeCall) -> RopeCall:
@@ -158,3 +161,11 @@ def _check_together(op: str, call: RopeCall) -> RopeCall:
     if call.inplace:
         checks.no_gradient_through(op, "inplace", call.q, call.k)
     return call
+
+
+def check_memory(call: RopeCall) -> None:
+    """Demands that q and k can be overwritten. Reads addresses: not for traced code."""
+    read = {"cos": call.cos, "sin": call.sin, "positions": call.positions}
+    no_overlap(call.op, "q", call.q, **read)
+    if call.k is not None:
+        no_overlap(call.op, "k", call.k, q=call.q, **read)

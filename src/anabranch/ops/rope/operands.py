@@ -37,6 +37,16 @@ def check_head_axis(op: str, head_axis: object) -> None:
         raise ArgumentError(op, "head_axis", expected="1 or 2", got=repr(head_axis))
 
 
+def check_rotary_dim(op: str, rotary_dim: int | None, channels: int, channels_name: str) -> int:
+    """How many channels are rotated: all for None, or else an even number of them."""
+    given = channels if rotary_dim is None else rotary_dim
+    checks.integer(op, "rotary_dim", given, minimum=2)
+    if given > channels or given % 2:
+        expected = f"an even number up to {channels_name} = {channels}"
+        raise ArgumentError(op, "rotary_dim", expected=expected, got=given)
+    return given
+
+
 def check_vectors(op: str, q: Tensor, k: Tensor | None, head_axis: int) -> Sizes:
     """Demands q of rank 4 or packed, and a k that differs in its number of heads alone."""
     letters = "(B, H, S, D)" if head_axis == 1 else "(B, S, H, D)"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anabranch.ops.rope.call import RopeCall
-from anabranch.ops.rope.overlap import check_inplace
+from anabranch.ops.precision import wide
+from anabranch.ops.rope.call import RopeCall, check_memory
 
 
 def rope(call: RopeCall) -> tuple[Tensor, Tensor | None]:
@@ -15,31 +15,31 @@ def rope(call: RopeCall) -> tuple[Tensor, Tensor | None]:
     k = None if call.k is None else _rotate(call, call.k)
     if not call.inplace:
         return q, k
-    check_inplace(call.op, call.q, call.k, cos=call.cos, sin=call.sin, positions=call.positions)
+    check_memory(call)
     return call.q.copy_(q), None if call.k is None or k is None else call.k.copy_(k)
 
 
 def _rotate(call: RopeCall, x: Tensor) -> Tensor:
-    wide = torch.float64 if call.dtype == torch.float64 else torch.float32
+    acc = wide(call.dtype)
     channels = list(x.unbind(-1))
     for pair in range(call.pairs):
         i, j = (pair, pair + call.pairs) if call.pairing == "half" else (2 * pair, 2 * pair + 1)
         a, b = channels[i], channels[j]
-        (c, s, inside), (c_b, s_b, _) = (_entries(call, x, pair, channel, wide) for channel in (i, j))
+        (c, s, inside), (c_b, s_b, _) = (_entries(call, x, pair, channel, acc) for channel in (i, j))
         upper, lower = (-s, s_b) if not call.transpose else (s_b, -s)
-        first = a.to(wide) * c + b.to(wide) * upper
-        second = b.to(wide) * c_b + a.to(wide) * lower
+        first = a.to(acc) * c + b.to(acc) * upper
+        second = b.to(acc) * c_b + a.to(acc) * lower
         channels[i] = torch.where(inside, first.to(call.dtype), a)
         channels[j] = torch.where(inside, second.to(call.dtype), b)
     return torch.stack(channels, -1)
 
 
 def _entries(
-    call: RopeCall, x: Tensor, pair: int, channel: int, wide: torch.dtype
+    call: RopeCall, x: Tensor, pair: int, channel: int, acc: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """cos and sin of one channel, to multiply ``x[..., channel]``, and where they hold."""
     column = pair if call.cos.shape[-1] == call.pairs else channel
-    cos, sin = call.cos[..., column].to(wide), call.sin[..., column].to(wide)
+    cos, sin = call.cos[..., column].to(acc), call.sin[..., column].to(acc)
     row = _row(call, pair)
     if call.positions is None:
         cos, sin = (cos[row], sin[row]) if call.sections else (cos, sin)

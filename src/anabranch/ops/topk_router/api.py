@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from anabranch.ops.topk_router import autograd, reference
@@ -12,8 +14,8 @@ def topk_router(
     logits: Tensor,
     k: int,
     *,
-    score: str = "softmax",
-    order: str = "score_then_topk",
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    order: Literal["score_then_topk", "topk_then_score"] = "score_then_topk",
     renormalize: bool = False,
     bias: Tensor | None = None,
     num_groups: int | None = None,

@@ -10,6 +10,7 @@ from torch import Tensor
 from anabranch.dispatch import check_name
 from anabranch.errors import ArgumentError
 from anabranch.ops import checks
+from anabranch.ops.precision import wide
 from anabranch.ops.topk_router.options import check_options
 
 OP = "topk_router"
@@ -44,7 +45,7 @@ class TopkRouterCall:
     @property
     def wide(self) -> torch.dtype:
         """What is computed in, and the weights' dtype: fp32, or fp64 for fp64."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return wide(self.dtype)
 
     @property
     def scores_all(self) -> bool:

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from anabranch._backends.eager.product import Block, gather, wide
+from anabranch._backends.eager.product import Block, gather
 from anabranch._backends.eager.walk import Scratch, Walk
 from anabranch.epilogues import Identity
-from anabranch.ops.grouped_gemm.call import GroupedGemmCall
+from anabranch.ops.grouped_gemm.call import NO_TILES, GroupedGemmCall
+from anabranch.ops.precision import wide
 
 Gradients = tuple[Tensor | None, ...]
 
 
 def supports(call: GroupedGemmCall) -> str | None:
-    """Everything."""
-    return None
+    """Everything but a configuration of tiles."""
+    return None if call.config is None else NO_TILES
 
 
 def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:

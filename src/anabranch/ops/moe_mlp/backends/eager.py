@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anabranch._backends.eager.product import Block, gather, matmul_nt, wide
+from anabranch._backends.eager.product import Block, gather, matmul_nt
 from anabranch._backends.eager.walk import Scratch, Walk
 from anabranch.ops.moe_mlp.call import MoeMlpCall
+from anabranch.ops.precision import wide
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -38,11 +39,11 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
             # The weight joins the rounding that half precision needs here anyway. z is a copy, so a is ours.
             a = a.mul_(w)
         a, y_block = work.scratch.rounded("a", block, a), y[block.places]
-        for e, i, j in block.experts:
-            bias = None if call.down_bias is None else call.down_bias[e]
-            matmul_nt(
-                a[i:j], call.down_nk[e], y_block[i:j], w[i:j] * bias if early and bias is not None else bias
-            )
+        if early and call.down_bias is not None:
+            for e, i, j in block.experts:
+                matmul_nt(a[i:j], call.down_nk[e], y_block[i:j], w[i:j] * call.down_bias[e])
+        else:
+            block.multiply(a, call.down_nk, y_block, call.down_bias)
     out.copy_(walk.combine(y, call.expert_weights if work.on_output and not early else None))
 
 

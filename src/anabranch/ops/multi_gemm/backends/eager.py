@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from anabranch._backends.eager.product import matmul_nt
 from anabranch.ops.multi_gemm.call import MultiGemmCall
 
 
@@ -18,4 +18,4 @@ def supports(call: MultiGemmCall) -> str | None:
 def multi_gemm(call: MultiGemmCall, out: Sequence[Tensor]) -> None:
     """Writes one (m_i, n_i) per expert."""
     for (x, weight), y in zip(call.products, out, strict=True):
-        torch.mm(x, weight.T, out=y)
+        matmul_nt(x, weight, y)

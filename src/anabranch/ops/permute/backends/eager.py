@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from anabranch._backends.eager.product import gather, whole_rows
 from anabranch.ops.permute.call import PermuteCall, UnpermuteBackwardCall, UnpermuteCall
+from anabranch.ops.precision import wide
 
 SLICE = 2**17
 """Elements of the fp32 accumulator per slice: half a megabyte, which the second-level cache holds."""
@@ -23,17 +25,17 @@ def permute(call: PermuteCall, out: Tensor) -> None:
     layout = call.layout
     slots, absent = _within(layout.row_to_slot, layout.slot_to_row.numel())
     if layout.slot_to_row.numel():
-        torch.index_select(_rows(call.x), 0, slots // layout.top_k, out=out)
+        gather(call.x, slots // layout.top_k, out)
     _zero(out, absent)
 
 
 def unpermute(call: UnpermuteCall, out: Tensor) -> None:
     """Writes (T, H): the weighted sum over each token's slots, in slot order."""
-    layout, acc = call.layout, _accumulator(call.dtype)
+    layout, acc = call.layout, wide(call.dtype)
     if layout.num_rows == 0:
         out.zero_()
         return
-    y = _rows(call.y)
+    y = whole_rows(call.y)
     rows, absent = _within(layout.slot_to_row, layout.num_rows)
     weights = None if call.weights is None else call.weights.to(acc).masked_fill(absent, 0)
     for tokens in _slices(*out.shape):
@@ -51,11 +53,11 @@ def unpermute(call: UnpermuteCall, out: Tensor) -> None:
 
 def unpermute_backward(call: UnpermuteBackwardCall, d_y: Tensor | None, d_weights: Tensor | None) -> None:
     """Writes the gradients asked for, both from one reading of the output's."""
-    layout, acc = call.layout, _accumulator(call.dtype)
+    layout, acc = call.layout, wide(call.dtype)
     slots, no_slot = _within(layout.row_to_slot, layout.slot_to_row.numel())
     dots = call.grad.new_zeros(max(layout.num_rows, 1), dtype=acc)
     if layout.slot_to_row.numel():
-        grad, weights = _rows(call.grad), call.weights.reshape(-1).to(acc)
+        grad, weights = whole_rows(call.grad), call.weights.reshape(-1).to(acc)
         tokens = slots // layout.top_k
         for rows in _slices(layout.num_rows, grad.shape[1]):
             d_row = grad.index_select(0, tokens[rows]).to(acc)
@@ -69,15 +71,6 @@ def unpermute_backward(call: UnpermuteBackwardCall, d_y: Tensor | None, d_weight
     if d_weights is not None:
         rows_of_slots, no_row = _within(layout.slot_to_row, layout.num_rows)
         d_weights.copy_(dots[rows_of_slots].masked_fill(no_row, 0))
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _rows(value: Tensor) -> Tensor:
-    """The matrix with each row in one piece: gathering scattered elements costs more than this one copy."""
-    return value if value.stride(-1) == 1 else value.contiguous()
 
 
 def _within(index: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,0 @@
-"""How vectors are rotated."""

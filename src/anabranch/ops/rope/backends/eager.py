@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.ops.precision import wide
 from anabranch.ops.rope.call import RopeCall
 from anabranch.ops.rope.sections import columns
 
@@ -36,13 +37,14 @@ def rotate(call: RopeCall, q_out: Tensor, k_out: Tensor | None) -> None:
 
 
 def _tables(call: RopeCall) -> Tables:
-    wide = torch.float64 if call.dtype == torch.float64 else torch.float32
     index, inside = _positions(call)
     made = []
     for table in (call.cos, call.sin):
         if call.positions is not None and table.shape[0] == 0:
             table = table.new_zeros(1, table.shape[1])
-        halves = [_merge(call, half, index).to(wide).unsqueeze(2) for half in _halves(call, table)]
+        halves = [
+            _merge(call, half, index).to(wide(call.dtype)).unsqueeze(2) for half in _halves(call, table)
+        ]
         made.append((halves[0], halves[-1]))
     (cos_a, cos_b), (sin_a, sin_b) = made
     if _fills_vectors(call) and _same(cos_a, cos_b) and _same(sin_a, sin_b):
@@ -135,8 +137,8 @@ def _rotate_pairs(call: RopeCall, tables: Any, x: Tensor, out: Tensor) -> None:
     first, second = halves if call.pairing == "half" else (slice(0, r, 2), slice(1, r, 2))
     cos_a, sin_a, cos_b, sin_b, inside = tables
     upper, lower, sign = (sin_b, sin_a, 1) if call.transpose else (sin_a, sin_b, -1)
-    wide = x.to(cos_a.dtype)
-    a, b = wide[..., first], wide[..., second]
+    x = x.to(cos_a.dtype)
+    a, b = x[..., first], x[..., second]
     new_a = torch.mul(a, cos_a).addcmul_(b, upper, value=sign)
     new_b = torch.mul(b, cos_b).addcmul_(a, lower, value=-sign)
     if inside is not None:
@@ -149,11 +151,11 @@ def _rotate_pairs(call: RopeCall, tables: Any, x: Tensor, out: Tensor) -> None:
 def _rotate_complex(call: RopeCall, tables: Any, x: Tensor, out: Tensor) -> None:
     """Pairs as complex numbers, times cos + i sin."""
     turn, inside = tables
-    wide = x.to(turn.real.dtype).contiguous()
-    if wide.storage_offset() % 2:
-        wide = wide.clone()
-    new = torch.view_as_complex(wide.unflatten(-1, (call.pairs, 2))) * turn
+    x = x.to(turn.real.dtype).contiguous()
+    if x.storage_offset() % 2:
+        x = x.clone()
+    new = torch.view_as_complex(x.unflatten(-1, (call.pairs, 2))) * turn
     new = torch.view_as_real(new).flatten(-2)
     if inside is not None:
-        new = torch.where(inside, new, wide)
+        new = torch.where(inside, new, x)
     out[..., : call.rotary_dim] = new

@@ -11,12 +11,22 @@ from anabranch._backends.triton.combine import combine
 from anabranch.epilogues import Identity
 from anabranch.ops.grouped_gemm.backends.triton import launch
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, SLOT, TOKEN
+from anabranch.ops.grouped_gemm.backends.triton.tuned import kind_of, refusal
 from anabranch.ops.grouped_gemm.call import GroupedGemmCall
+from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+from anabranch.tuning import HEURISTIC
 
 
 def supports(call: GroupedGemmCall) -> str | None:
-    """fp16, bf16 and fp32, and epilogues that have device code."""
-    return launch.refusal(call.dtype, call.epilogue)
+    """fp16, bf16 and fp32, epilogues that have device code, and tiles that fit."""
+    return launch.refusal(call.dtype, call.epilogue) or _config_refusal(call)
+
+
+def _config_refusal(call: GroupedGemmCall) -> str | None:
+    if not isinstance(call.config, GroupedGemmConfig):
+        return None
+    reason = refusal(call.config, call.dtype, call.device, kind_of(call.epilogue))
+    return reason and f"config: {reason}"
 
 
 def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
@@ -32,6 +42,7 @@ def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
         epilogue=call.epilogue,
         x_rows=TOKEN if call.gather else ROW,
         out_rows=SLOT if call.scatter else ROW,
+        config=call.config,
     )
 
 
@@ -40,6 +51,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight, bias and scale; None for those not needed."""
     layout = call.layout
+    # A configuration is the forward's; the gradients then keep the heuristic's tiles.
+    config = None if call.config is None else HEURISTIC
     need_x, need_weight, need_bias, need_scale = needs
     d_x = d_weight = d_bias = d_scale = None
     d_z, z_rows = grad, SLOT if call.scatter else ROW
@@ -56,7 +69,7 @@ def backward(
         z_rows = ROW
     if need_x:
         rows = call.x.new_empty(layout.num_rows, call.x.shape[1])
-        launch.gemm(d_z, call.weight_nk.mT, layout, rows, x_rows=z_rows, out_rows=ROW)
+        launch.gemm(d_z, call.weight_nk.mT, layout, rows, x_rows=z_rows, out_rows=ROW, config=config)
         d_x = rows
         if call.gather:
             d_x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
@@ -64,9 +77,8 @@ def backward(
     if need_weight:
         d_weight = torch.empty_like(call.weight, memory_format=torch.contiguous_format)
         d_weight_nk = d_weight.mT if call.transpose_weight else d_weight
-        launch.weight_gradient(
-            d_z, call.x, layout, d_weight_nk, z_rows=z_rows, x_rows=TOKEN if call.gather else ROW
-        )
+        x_rows = TOKEN if call.gather else ROW
+        launch.weight_gradient(d_z, call.x, layout, d_weight_nk, z_rows=z_rows, x_rows=x_rows, config=config)
     if need_bias:
         assert call.bias is not None
         d_bias = torch.empty_like(call.bias, memory_format=torch.contiguous_format)
@@ -90,5 +102,6 @@ def _pre_activation(call: GroupedGemmCall) -> Tensor:
         epilogue=Identity(),
         x_rows=x_rows,
         out_rows=ROW,
+        config=None if call.config is None else HEURISTIC,
     )
     return h

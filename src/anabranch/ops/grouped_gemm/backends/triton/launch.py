@@ -20,6 +20,7 @@ from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm import config as tiles
 from anabranch.ops.grouped_gemm.backends.triton import kernels
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
+from anabranch.ops.grouped_gemm.backends.triton.tuned import Gemm, WeightGradient, chosen
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
 
 _IDENTITY = Identity()
@@ -50,6 +51,24 @@ def _offset_type(*values: Tensor | None) -> Any:
     return tl.int32 if on.fits_int32(*values) else tl.int64
 
 
+def access(value: Tensor) -> int:
+    """How tiles of a tensor can be loaded or stored, along whichever of its last two dimensions is contiguous."""
+    inner = value.dim() - (2 if value.stride(-1) != 1 and value.stride(-2) == 1 else 1)
+    if on.tma_refusal(value, inner) is None:
+        return tiles.TMA
+    outer = [step for dim, step in enumerate(value.stride()) if dim != inner]
+    aligned = value.data_ptr() % 16 == 0 and all(n % 16 == 0 for n in (value.shape[inner], *outer))
+    return tiles.COPIED if aligned and value.stride(inner) == 1 else tiles.ELEMENTWISE
+
+
+def _worst(x: Tensor, weight: Tensor | None, stored: tuple[Tensor | None, ...]) -> int:
+    """What decides on tiles: few pointers for x or for results cost little, element by element a lot."""
+    found = [tiles.TMA if weight is None else access(weight)]
+    found.append(tiles.ELEMENTWISE if access(x) == tiles.ELEMENTWISE else tiles.TMA)
+    found += [tiles.COPIED for v in stored if v is not None and access(v) == tiles.ELEMENTWISE]
+    return min(found)
+
+
 def gemm(
     x: Tensor,
     weight: Tensor,
@@ -63,7 +82,7 @@ def gemm(
     interleaved: bool = False,
     x_rows: tl.constexpr = ROW,
     out_rows: tl.constexpr = ROW,
-    config: GroupedGemmConfig | None = None,
+    config: GroupedGemmConfig | str | None = None,
 ) -> None:
     """Writes ``out[row] = scale * epilogue(x[row] @ weight[expert].T + bias[expert])``, zeros where no row goes.
 
@@ -73,10 +92,19 @@ def gemm(
     experts, n, k_dim = weight.shape
     gated = epilogue.columns == 2
     columns = n // epilogue.columns
-    limit = on.shared_memory_limit(x.device)
     direct = x_rows is ROW
-    rows = layout.num_rows / experts
-    config = config or tiles.heuristic(rows, n, x.dtype, limit, gather=not direct, gated=gated)
+    heuristic = tiles.heuristic(
+        layout.num_rows / experts,
+        x.dtype,
+        on.shared_memory_limit(x.device),
+        (tiles.INTERLEAVED if interleaved else tiles.GATED) if gated else tiles.FORWARD,
+        epilogue=epilogue,
+        capability=on.capability(x.device),
+        precision=on.input_precision(x.dtype),
+        loads=_worst(x, weight, (out, h)),
+    )
+    product = Gemm(x, layout, x_rows, weight, out, h, bias, scale, epilogue, interleaved, out_rows)
+    config = chosen(config, heuristic, product)
     width = config.block_n // epilogue.columns
     two = gated and not interleaved  # two accumulators; gate and up tiles of h end at column N and 2 N
     w_arg, w_tma, k_major = weight_operand(weight, width if two else config.block_n, config.block_k)
@@ -126,15 +154,22 @@ def weight_gradient(
     *,
     z_rows: tl.constexpr,
     x_rows: tl.constexpr,
-    config: GroupedGemmConfig | None = None,
+    config: GroupedGemmConfig | str | None = None,
 ) -> None:
     """Writes ``d_weight[expert] = d_z[rows].T @ x[rows]`` into an (E, N, K_dim) view, zeros for an empty expert."""
     assert layout.offsets is not None
     experts, n, k_dim = d_weight.shape
     if d_weight.numel() == 0:
         return
-    limit = on.shared_memory_limit(x.device)
-    config = config or tiles.heuristic_weight_gradient(layout.num_rows / experts, x.dtype, limit)
+    heuristic = tiles.heuristic_weight_gradient(
+        layout.num_rows / experts,
+        x.dtype,
+        on.shared_memory_limit(x.device),
+        capability=on.capability(x.device),
+        precision=on.input_precision(x.dtype),
+        loads=min(_worst(x, None, (d_weight,)), _worst(d_z, None, ())),
+    )
+    config = chosen(config, heuristic, WeightGradient(x, layout, x_rows, d_z, d_weight, z_rows))
     work = experts * triton.cdiv(n, config.block_n) * triton.cdiv(k_dim, config.block_k)
     arguments = []
     used = []

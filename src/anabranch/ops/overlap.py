@@ -1,33 +1,28 @@
-"""What may be rotated in place: elements in places of their own.
+"""Whether tensors share memory, decided exactly: q and k, or two outputs, are often views of one buffer.
 
-Whether tensors share elements is decided exactly, as q and k are often views of one projection.
+All of it reads addresses, so it runs inside operators, not in traced code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from anabranch.errors import ArgumentError
-from anabranch.ops import checks
 
 BUDGET = 4096
 """Steps of the search; ordinary views take a few dozen. One that runs out counts as overlapping."""
 
 
-def check_inplace(op: str, q: Tensor, k: Tensor | None, **tables: Tensor | None) -> None:
-    """Demands that q and k can be overwritten. Reads addresses, so it runs inside operators."""
-    for name, value in (("q", q), ("k", k)):
-        if value is None:
-            continue
-        if overlaps_itself(value):
-            expected = "no two elements in one place of memory, with inplace"
-            raise ArgumentError(op, name, expected=expected, got=f"strides {value.stride()}")
-        checks.no_overlap(op, name, value, **tables)
-    if k is not None and overlap(q, k):
-        expected = "memory apart from q, with inplace"
-        raise ArgumentError(op, "k", expected=expected, got="overlapping memory")
+def no_overlap(op: str, argument: str, out: Tensor, **others: Tensor | None) -> None:
+    """Demands that each element of an output has memory of its own, apart from that of the others."""
+    if overlaps_itself(out):
+        expected = "no two elements in one place of memory"
+        raise ArgumentError(op, argument, expected=expected, got=f"strides {out.stride()}")
+    for name, value in others.items():
+        if value is not None and overlap(out, value):
+            raise ArgumentError(op, argument, expected=f"memory apart from {name}", got="overlapping memory")
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -42,23 +37,29 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors of one dtype, neither overlapping itself, share an element."""
-    if first.numel() == 0 or second.numel() == 0:
+    """Whether two tensors share a byte."""
+    if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
         return False
-    # Element i of the first is element j of the second where sum(i * stride) - sum(j * stride') == distance.
+    # Byte i of the first is byte j of the second where sum(i * stride) - sum(j * stride') == distance.
     # Along each stride, i - j lies between these bounds.
     bounds: dict[int, tuple[int, int]] = {}
-    for size, stride in zip(first.shape, first.stride(), strict=True):
+    for size, stride in _bytes(first):
         low, high = bounds.get(stride, (0, 0))
         bounds[stride] = low, high + size - 1
-    for size, stride in zip(second.shape, second.stride(), strict=True):
+    for size, stride in _bytes(second):
         low, high = bounds.get(stride, (0, 0))
         bounds[stride] = low - (size - 1), high
-    distance, rest = divmod(second.data_ptr() - first.data_ptr(), first.element_size())
-    steps = sorted(
-        ((stride, low, high) for stride, (low, high) in bounds.items() if low < high), reverse=True
-    )
-    return bool(rest) or _reaches(steps, distance, [BUDGET])
+    steps = sorted(((stride, low, high) for stride, (low, high) in bounds.items()), reverse=True)
+    return _reaches(steps, second.data_ptr() - first.data_ptr(), [BUDGET])
+
+
+def _bytes(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Size and stride of each dimension that leads from byte to byte."""
+    width = tensor.element_size()
+    yield width, 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size > 1 and stride > 0:
+            yield size, stride * width
 
 
 def _reaches(steps: Sequence[tuple[int, int, int]], distance: int, budget: list[int]) -> bool:
