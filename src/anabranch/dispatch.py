@@ -45,7 +45,7 @@ class Choice:
 
 def check_name(op: str, backend: str | None) -> None:
     """Raises unless ``backend`` is None or a backend's name."""
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ArgumentError(
             op, "backend", expected="None or one of " + ", ".join(BACKENDS), got=repr(backend)
         )

@@ -3,7 +3,7 @@
 __all__ = ["ArgumentError", "ArgumentTypeError", "UnsupportedError"]
 
 
-class _Worded(Exception):
+class _Worded(Exception):  # noqa: N818 - the three below are the errors
     """What the three errors share: how they are made, and that they can be pickled."""
 
     def __init__(self, op: str, argument: str, *, expected: str, got: object) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anabranch.dispatch import choose
 from anabranch.errors import ArgumentError
+from anabranch.ops.checks import needs_grad
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Explanation:
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Says what ``fn(*args, **kwargs)`` would run, without running it.
+    """Says what ``fn(*args, **kwargs)`` would run, without running it (but for ``backend="reference"``).
 
     It validates the arguments as the call would, asks every backend in turn, and traces the call on fake tensors to see
     what autograd would keep. It may read routing values on the host, so it is no part of a training step.
@@ -59,11 +63,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         ArgumentError: fn is not such an operation, or what fn itself raises for the arguments.
     """
     name = getattr(fn, "__name__", repr(fn))
-    op, _, tail = getattr(fn, "__module__", "").removeprefix("anabranch.ops.").partition(".")
-    bind = tail == "api" and getattr(
-        importlib.import_module(f"anabranch.ops.{op}.call"), f"bind_{name}", None
-    )
-    if not bind:
+    op, bind = _find(getattr(fn, "__module__", None) or "", name)
+    if bind is None:
         raise ArgumentError("explain", "fn", expected="an operation of anabranch that has backends", got=name)
     call = bind(*args, **kwargs)
     backend, refusals, padding = "reference", {}, None
@@ -74,6 +75,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(name, backend, refusals, padding, _saved_bytes(fn, args, kwargs))
 
 
+def _find(module: str, name: str) -> tuple[str, Callable[..., Any] | None]:
+    """The op that a function belongs to, and what validates its arguments; None if no backend serves it."""
+    path = re.fullmatch(r"anabranch\.ops\.(\w+)\.api", module)
+    if path is None or importlib.util.find_spec(f"anabranch.ops.{path[1]}.backends") is None:
+        return "", None
+    return path[1], getattr(importlib.import_module(f"anabranch.ops.{path[1]}.call"), f"bind_{name}", None)
+
+
 def _saved_bytes(fn: Callable[..., Any], args: Any, kwargs: Any) -> int:
     kept: dict[int, int] = {}
 
@@ -82,10 +91,18 @@ def _saved_bytes(fn: Callable[..., Any], args: Any, kwargs: Any) -> int:
         kept[storage._cdata] = storage.nbytes()
         return value
 
-    mode = FakeTensorMode()
-    args, kwargs = tree_map_only(
-        Tensor, lambda v: mode.from_tensor(v.detach()).requires_grad_(v.requires_grad), (args, kwargs)
-    )
+    if not needs_grad(*(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))):
+        return 0
+    # The reference reads values, so it has to run.
+    mode = nullcontext() if kwargs.get("backend") == "reference" else FakeTensorMode()
+
+    def stand_in(value: Tensor) -> Tensor:
+        plain = value.detach()
+        if isinstance(mode, FakeTensorMode):
+            plain = mode.from_tensor(plain)
+        return plain.requires_grad_(value.requires_grad)
+
+    args, kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
     given = {v.untyped_storage()._cdata for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
     with mode, torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
         result = fn(*args, **kwargs)

@@ -29,7 +29,8 @@ class ExpertLayout:
     Attributes:
         counts: (E,) int32, rows of each expert; None in a layout of maps alone.
         offsets: (E + 1,) int32, exclusive prefix sum of counts; None in a layout of maps alone.
-        row_to_slot: (rows,) int32, slot of each row; -1 from ``offsets[E]`` on. rows is T * K.
+        row_to_slot: (R,) int32, slot of each row; -1 where it has none, as from ``offsets[E]`` on. R is T * K
+            but for layouts of maps alone, where it is given.
         slot_to_row: (T, K) int32, row of each slot; -1 where the slot is dropped.
     """
 
@@ -40,28 +41,67 @@ class ExpertLayout:
 
     @classmethod
     def from_topk(cls, expert_ids: Tensor, num_experts: int) -> ExpertLayout:
-        """Sorts the slots of (T, K) integer ids by expert; ids outside ``[0, num_experts)`` are dropped."""
+        """Sorts the slots of token-order ids by expert, stably.
+
+        Args:
+            expert_ids: (T, K) int64 or int32, any strides; ids outside ``[0, num_experts)`` are dropped.
+            num_experts: E, at least 1.
+
+        Raises:
+            ArgumentError: a wrong rank or value, or more than 2**31 - 1 slots.
+            ArgumentTypeError: a wrong type or dtype.
+        """
         from anabranch.ops.route import api
 
         return api.layout_from_topk(expert_ids, num_experts)
 
     @classmethod
     def from_counts(cls, counts: Tensor, num_rows: int) -> ExpertLayout:
-        """Rows that are sorted already: (E,) integer counts of ``num_rows`` rows, K = 1, slot = row."""
+        """Rows that are in expert order already: K = 1, and slot = row.
+
+        Args:
+            counts: (E,) int64 or int32, rows of each expert; a negative one counts as 0.
+            num_rows: how many rows there are, which sizes the maps; those that no expert counts hold -1.
+
+        Raises:
+            ArgumentError: a wrong rank or value, or more than 2**31 - 1 rows.
+            ArgumentTypeError: a wrong type or dtype.
+        """
         from anabranch.ops.route import api
 
         return api.layout_from_counts(counts, num_rows)
 
     @classmethod
     def from_sorted(cls, counts: Tensor, row_to_slot: Tensor, top_k: int) -> ExpertLayout:
-        """A sort made elsewhere: (E,) counts and the (T * top_k,) slot of each row."""
+        """A sort made elsewhere.
+
+        Args:
+            counts: (E,) int64 or int32, rows of each expert; a negative one counts as 0.
+            row_to_slot: (T * top_k,) int64 or int32, the slot of each row, on counts's device; slots out of
+                range are dropped.
+            top_k: K, at least 1.
+
+        Raises:
+            ArgumentError: a wrong rank, shape, device or value, or more than 2**31 - 1 rows.
+            ArgumentTypeError: a wrong type or dtype.
+        """
         from anabranch.ops.route import api
 
         return api.layout_from_sorted(counts, row_to_slot, top_k)
 
     @classmethod
     def from_slot_to_row(cls, slot_to_row: Tensor, num_rows: int) -> ExpertLayout:
-        """Maps alone, enough for permute and unpermute: the (T, K) row of each slot, below ``num_rows``."""
+        """Maps alone, which are enough for permute and unpermute: counts and offsets are None.
+
+        Args:
+            slot_to_row: (T, K) int64 or int32, the row of each slot; slots whose row is outside
+                ``[0, num_rows)`` are dropped.
+            num_rows: how many rows there are.
+
+        Raises:
+            ArgumentError: a wrong rank or value, or more than 2**31 - 1 rows or slots.
+            ArgumentTypeError: a wrong type or dtype.
+        """
         from anabranch.ops.route import api
 
         return api.layout_from_slot_to_row(slot_to_row, num_rows)
@@ -78,7 +118,7 @@ class ExpertLayout:
 
     @property
     def num_rows(self) -> int:
-        """Rows of an expert-sorted matrix, those past ``offsets[E]`` included."""
+        """R: rows of an expert-sorted matrix, those past ``offsets[E]`` included."""
         return self.row_to_slot.shape[0]
 
     @property

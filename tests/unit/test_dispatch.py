@@ -50,7 +50,10 @@ def test_every_refusal_is_kept(backends):
     backends.update(triton="fp64 is not its business", eager=None)
     choice = dispatch.choose("op", Call(), None)
     assert choice.backend == "eager"
-    assert choice.refusals == {"hopper": "it has no kernel for this operation", "triton": "fp64 is not its business"}
+    assert choice.refusals == {
+        "hopper": "it has no kernel for this operation",
+        "triton": "fp64 is not its business",
+    }
 
 
 def test_when_none_can_all_reasons_are_given(backends):

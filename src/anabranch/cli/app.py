@@ -42,7 +42,7 @@ def demo(
         float, typer.Option(min=1, help="Aimed at for everything, from reading to report.")
     ] = 120.0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Of parameters and batches.")] = None,
 ) -> None:
     """Train a small byte-level MoE transformer and report on it."""
@@ -74,7 +74,7 @@ def bench(
         str | None, typer.Option(help="A named shape; one fit for the device if left out.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of bench.json and bench.png.")] = Path("runs/bench"),
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads.")] = 2,
     rounds: Annotated[int, typer.Option(min=3, help="How many times each variant is timed.")] = 30,
 ) -> None:
     """Time moe_mlp beside its peers, as a share of the speed of dense products."""
@@ -86,3 +86,27 @@ def bench(
         raise fail(error) from None
     except KeyboardInterrupt:
         raise fail(Failure("interrupted; nothing was written"), INTERRUPTED) from None
+
+
+@app.command()
+def tune(
+    op: Annotated[str, typer.Option(help="moe_mlp, or grouped_gemm with the routing fused in.")] = "moe_mlp",
+    shape: Annotated[str, typer.Option(help="qwen, sonic, mixtral, or T,H,I,E,K as numbers.")] = "qwen",
+    tokens: Annotated[
+        str | None, typer.Option(help="Numbers of tokens, with commas, instead of the shape's.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    device: Annotated[str | None, typer.Option(help="A CUDA device.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A table to add the results to, as the package ships them.")
+    ] = None,
+) -> None:
+    """Search for the fastest tiles on this GPU, check each one's numbers, and store what is found."""
+    from anabranch.cli.tune import Options, run_tune
+
+    try:
+        run_tune(Options(op, shape, tokens, dtype, device, out), Console())
+    except Failure as error:
+        raise fail(error) from None
+    except KeyboardInterrupt:
+        raise fail(Failure("interrupted; what was found is stored"), INTERRUPTED) from None

@@ -42,13 +42,20 @@ class Epilogue:
     @property
     def spec(self) -> str:
         """The text that :func:`resolve` reads back: ``name`` or ``name(field=value,...)``."""
-        given = ",".join(f"{p}={getattr(self, p)!r}" for p in PARAMETERS[self.name])
+        given = ",".join(f"{p}={float(getattr(self, p))!r}" for p in PARAMETERS[self.name])
         return f"{self.name}({given})" if given else self.name
 
 
-def positive(epilogue: Epilogue, parameter: str) -> None:
-    """Demands that a parameter is above 0 (NaN is not)."""
+def _number(epilogue: Epilogue, parameter: str) -> float:
     value = getattr(epilogue, parameter)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentTypeError(epilogue.name, parameter, expected="a number", got=type(value).__name__)
+    return value
+
+
+def positive(epilogue: Epilogue, parameter: str) -> None:
+    """Demands that a parameter is a number above 0 (NaN is not)."""
+    value = _number(epilogue, parameter)
     if not value > 0:
         raise ArgumentError(epilogue.name, parameter, expected="a number above 0", got=value)
 
@@ -83,6 +90,12 @@ def resolve(op: str, activation: str | Epilogue | None) -> Epilogue:
     if activation is None:
         return REGISTRY["identity"]()
     if isinstance(activation, Epilogue):
+        # Operators know an epilogue by its name, so another of that name would run in its place.
+        if REGISTRY.get(getattr(activation, "name", "")) is not type(activation):
+            got = f"a {type(activation).__name__}"
+            raise ArgumentError(op, "activation", expected="an epilogue that was registered", got=got)
+        for parameter in PARAMETERS[activation.name]:
+            _number(activation, parameter)
         return activation
     if not isinstance(activation, str):
         raise ArgumentTypeError(

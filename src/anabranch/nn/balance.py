@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
 from anabranch.layout import ExpertLayout

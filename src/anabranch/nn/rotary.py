@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
-from anabranch.ops.rope.api import mrope, rope
 from anabranch.ops.precision import wide
+from anabranch.ops.rope.api import mrope, rope
 from anabranch.ops.rope.call import PAIRINGS
 from anabranch.ops.rope.operands import check_head_axis, check_positions, check_rotary_dim, check_vectors
 from anabranch.ops.rope.sections import ORDERS, check_sections
@@ -75,6 +75,7 @@ class Rotary(nn.Module):
 
         Layers that share positions can share them too: hand them to :func:`anabranch.rope`.
         """
+        checks.dense("Rotary", "positions", positions, "of any rank", checks.INTEGERS)
         pairs = torch.arange(self.rotary_dim // 2, dtype=torch.float64, device=positions.device)
         frequencies = torch.pow(self.base, -2 * pairs / self.rotary_dim)
         angles = positions.unsqueeze(-1) * frequencies

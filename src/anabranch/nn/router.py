@@ -113,6 +113,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """The routing of x (..., H), whose leading dimensions make up T."""
         checks.last_size("Router", "x", x, "H", self.hidden_size)
+        checks.same_device("Router", x, weight=self.weight)
         logits = self._logits(x.reshape(-1, self.hidden_size))
         weights, ids = topk_router(
             logits,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.layout import ExpertLayout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -23,13 +23,22 @@ def name(dtype: torch.dtype) -> str:
 def tensor(op: str, argument: str, value: object, shape: str, dtypes: Sequence[torch.dtype]) -> None:
     """Demands a tensor of a rank, which ``shape`` spells as ``(T, H)``, and of one of ``dtypes``."""
     rank = shape.count(",") + (not shape.endswith(",)"))
+    dense(op, argument, value, shape, dtypes)
+    assert isinstance(value, Tensor)
+    if value.dim() != rank:
+        raise ArgumentError(op, argument, expected=f"shape {shape}", got=f"shape {tuple(value.shape)}")
+
+
+def dense(op: str, argument: str, value: object, shapes: str, dtypes: Sequence[torch.dtype]) -> None:
+    """Demands a tensor in strided memory, of one of ``dtypes``; ``shapes`` only words the message."""
     if not isinstance(value, Tensor):
-        raise ArgumentTypeError(op, argument, expected=f"a tensor {shape}", got=type(value).__name__)
+        raise ArgumentTypeError(op, argument, expected=f"a tensor {shapes}", got=type(value).__name__)
+    if value.layout != torch.strided or value.is_nested:
+        got = "a nested one" if value.is_nested else f"layout {str(value.layout).removeprefix('torch.')}"
+        raise ArgumentTypeError(op, argument, expected=f"a dense tensor {shapes}", got=got)
     if value.dtype not in dtypes:
         expected = "dtype " + " or ".join(name(d) for d in dtypes)
         raise ArgumentTypeError(op, argument, expected=expected, got=name(value.dtype))
-    if value.dim() != rank:
-        raise ArgumentError(op, argument, expected=f"shape {shape}", got=f"shape {tuple(value.shape)}")
 
 
 def shape(op: str, argument: str, value: Tensor, *sizes: int, means: str) -> None:
@@ -41,8 +50,8 @@ def shape(op: str, argument: str, value: Tensor, *sizes: int, means: str) -> Non
 
 def last_size(op: str, argument: str, value: object, letter: str, size: int) -> None:
     """Demands a tensor whose last dimension has a size, with any dimensions before it."""
-    if not isinstance(value, Tensor):
-        raise ArgumentTypeError(op, argument, expected=f"a tensor (..., {letter})", got=type(value).__name__)
+    dense(op, argument, value, f"(..., {letter})", FLOATS)
+    assert isinstance(value, Tensor)
     if value.dim() == 0 or value.shape[-1] != size:
         expected = f"shape (..., {letter}) with {letter} = {size}"
         raise ArgumentError(op, argument, expected=expected, got=f"shape {tuple(value.shape)}")
@@ -67,19 +76,34 @@ def layout(op: str, value: object, num_experts: int | None = None) -> None:
     """Demands an ExpertLayout; with ``num_experts``, one that counts rows for that many experts."""
     if not isinstance(value, ExpertLayout):
         raise ArgumentTypeError(op, "layout", expected="an ExpertLayout", got=type(value).__name__)
+    # One put together by hand may hold anything, and kernels trust it.
+    tensor(op, "layout.row_to_slot", value.row_to_slot, "(R,)", INTEGERS)
+    tensor(op, "layout.slot_to_row", value.slot_to_row, "(T, K)", INTEGERS)
+    same_device(op, value.slot_to_row, "slot_to_row", **{"layout.row_to_slot": value.row_to_slot})
     if num_experts is None:
         return
     if value.counts is None or value.offsets is None:
         raise ArgumentError(op, "layout", expected="a layout with counts and offsets", got="maps alone")
+    tensor(op, "layout.counts", value.counts, "(E,)", INTEGERS)
     if value.num_experts != num_experts:
         expected = f"a layout of weight's E = {num_experts} experts"
         raise ArgumentError(op, "layout", expected=expected, got=f"{value.num_experts} experts")
+    tensor(op, "layout.offsets", value.offsets, "(E + 1,)", INTEGERS)
+    shape(op, "layout.offsets", value.offsets, num_experts + 1, means="(E + 1,)")
+    same_device(op, value.slot_to_row, "slot_to_row", **{"layout.offsets": value.offsets})
 
 
 def choice(op: str, argument: str, value: object, options: Sequence[str]) -> None:
     """Demands one of a few strings."""
-    if value not in options:
+    if not isinstance(value, str) or value not in options:
         raise ArgumentError(op, argument, expected=" or ".join(map(repr, options)), got=repr(value))
+
+
+def flag(op: str, **values: object) -> None:
+    """Demands that every value given is True or False."""
+    for argument, value in values.items():
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(op, argument, expected="a bool", got=type(value).__name__)
 
 
 def integer(op: str, argument: str, value: object, *, minimum: int) -> None:
@@ -88,12 +112,6 @@ def integer(op: str, argument: str, value: object, *, minimum: int) -> None:
         raise ArgumentTypeError(op, argument, expected="an int", got=type(value).__name__)
     if value < minimum:
         raise ArgumentError(op, argument, expected=f"at least {minimum}", got=value)
-
-
-def no_config(op: str, config: object) -> None:
-    """Refuses a tile configuration: no backend of this op has tiles to configure."""
-    if config is not None:
-        raise UnsupportedError(op, "config", expected="None (no backend here has tiles)", got=repr(config))
 
 
 def autocasts(device: torch.device) -> bool:
@@ -119,7 +137,11 @@ def needs_grad(*values: Tensor | None) -> bool:
 
 
 def no_gradient_through(op: str, argument: str, *values: Tensor | None) -> None:
-    """Demands that nobody needs a gradient: an operator that mutates has none."""
+    """Demands that nobody needs a gradient: an operator that mutates has none. Nor does it take lazy negation."""
+    if not torch.compiler.is_compiling() and any(v is not None and v.is_neg() for v in values):
+        # PyTorch's own fallback for these fails in a mutating operator, over an argument that is None.
+        got = "one of a view such as .conj().imag; use resolve_neg()"
+        raise ArgumentError(op, argument, expected="no tensor whose sign is yet to be turned", got=got)
     if needs_grad(*values):
         expected = "no tensor that requires grad (a mutating call has no gradient)"
         raise ArgumentError(op, argument, expected=expected, got="one that does; use torch.no_grad()")

@@ -1,6 +1,7 @@
 """What tests and benchmarks share: inputs, error budgets, hostile memory, backends broken on purpose.
 
-torch and the standard library only. Nothing a user's program needs imports it.
+torch and the standard library only, but for :mod:`anabranch.testing.aot`, which compiles Triton kernels. Nothing a
+user's program needs imports it.
 """
 
 from anabranch.testing.backends import usable_backends

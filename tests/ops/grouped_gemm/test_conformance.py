@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from anabranch.ops.grouped_gemm.cases import MODELS, ODD, SMALL
+from anabranch.ops.grouped_gemm.cases import MODELS, SMALL
 from anabranch.testing import usable_backends
 from anabranch.testing.broken import FAULTS, installed
 from anabranch.testing.conformance import CHECKS, VARIANTS, check_case

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anabranch import ExpertLayout, grouped_gemm
-from anabranch.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.testing import usable_backends
 
 T, E, K, N, K_DIM = 3, 4, 2, 6, 5
@@ -180,12 +180,6 @@ def test_bad_arguments(wrong, backend):
     with pytest.raises(error) as raised:
         grouped_gemm(**arguments(**{"backend": backend, **changed}))
     assert str(raised.value) == f"grouped_gemm: {message}"
-
-
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-def test_a_configuration_is_refused_where_there_are_no_tiles(backend):
-    with pytest.raises(UnsupportedError, match="grouped_gemm: config: expected"):
-        grouped_gemm(**arguments(backend=backend, config="large"))
 
 
 @pytest.mark.parametrize("backend", usable_backends("grouped_gemm"))

@@ -16,6 +16,7 @@ from anabranch.cli.bench.report import LETTERS, Report, Row, show_report, write_
 from anabranch.cli.bench.timing import medians
 from anabranch.cli.bench.variants import Problem, Variant, dense, variants
 from anabranch.cli.failure import Failure
+from anabranch.cli.files import check_room
 from anabranch.ops.moe_mlp.cases import BENCHMARKS, Case
 
 DENSE = "dense products"
@@ -40,6 +41,8 @@ def run_bench(
     case_name = case_name or ("cpu" if device.type == "cpu" else "qwen")
     if case_name not in cases:
         raise Failure(f"there is no case {case_name!r}; there are {', '.join(cases)}")
+    # Rather now than after the measurements.
+    check_room(out / "bench.json", 2**20)
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -78,7 +78,7 @@ def to_bytes(trainer: Trainer, text: Path | None, threads: int) -> bytes:
     tensors["history.checks"] = torch.tensor([step for step, _ in history.validation], dtype=torch.int64)
     tensors["history.validation"] = torch.tensor([x for _, x in history.validation], dtype=torch.float64)
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    about = {
+    about: dict[str, Any] = {
         "format": FORMAT,
         "config": asdict(trainer.config),
         "text": None if text is None else str(text.resolve()),
@@ -88,8 +88,8 @@ def to_bytes(trainer: Trainer, text: Path | None, threads: int) -> bytes:
         "device": trainer.device.type,
         "step": trainer.step,
         "steps": trainer.steps,
-        "digest": _digest(tensors.items()),
     }
+    about["digest"] = _digest(tensors.items(), about)
     # One entry, since the order of several would differ from file to file.
     return safetensors.torch.save(tensors, {KEY: json.dumps(about)})
 
@@ -112,9 +112,11 @@ def load(path: Path) -> Checkpoint:
         raise Failure(f"{path} is not a checkpoint of the demo") from error
     except (safetensors.SafetensorError, ValueError, RuntimeError) as error:
         raise Failure(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    if not isinstance(about, dict):
+        raise Failure(f"{path} is damaged: it does not say what it holds")
     if about.get("format") != FORMAT:
         raise Failure(f"{path} was written by another version of anabranch")
-    if about.get("digest") != _digest(tensors.items()):
+    if about.pop("digest", None) != _digest(tensors.items(), about):
         raise Failure(f"{path} is damaged: its contents do not match its digest")
     try:
         config = Config(**about["config"])
@@ -128,8 +130,8 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    digest = hashlib.sha256()
+def _digest(tensors: Iterable[tuple[str, Tensor]], about: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, value in sorted(tensors, key=lambda item: item[0]):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().data)

@@ -75,7 +75,7 @@ def _read(root: Path, pattern: str) -> tuple[list[bytes], int]:
         raise Failure(f"there is no file or folder {root}")
     if not root.is_dir():
         try:
-            data = root.read_bytes() if root.is_file() else None
+            data = _read_start(root, TRAIN_CAP + VALIDATION_CAP) if root.is_file() else None
         except OSError as error:
             raise Failure(f"cannot read {root}: {error.strerror or error}") from error
         if data is None or not _is_text(data):
@@ -84,7 +84,7 @@ def _read(root: Path, pattern: str) -> tuple[list[bytes], int]:
     parts, skipped, left = [], 0, TRAIN_CAP + VALIDATION_CAP
     for path in _files(root, pattern):
         try:
-            data = path.read_bytes()[:left]
+            data = _read_start(path, left)
         except OSError:
             skipped += 1
             continue
@@ -100,6 +100,12 @@ def _read(root: Path, pattern: str) -> tuple[list[bytes], int]:
     return parts, skipped
 
 
+def _read_start(path: Path, most: int) -> bytes:
+    """What a file holds, up to a number of bytes; it may be larger than memory."""
+    with open(path, "rb") as file:
+        return file.read(most)
+
+
 def _files(root: Path, pattern: str) -> Iterator[Path]:
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
@@ -110,7 +116,7 @@ def _files(root: Path, pattern: str) -> Iterator[Path]:
         if entry.is_dir(follow_symlinks=False):
             if entry.name not in SKIPPED_FOLDERS and not entry.name.startswith("."):
                 yield from _files(path, pattern)
-        elif entry.is_file() and path.match(pattern):
+        elif path.is_file() and path.match(pattern):  # unlike entry.is_file() no error in a loop of links
             yield path
 
 

@@ -122,4 +122,4 @@ def affordable_steps(config: Config, corpus: Corpus, seconds: float, step: float
     validated = len(corpus.validation) + CHECKS * CHECK_WINDOWS * config.context
     # A forward is a third of a step; the report takes some thirty steps' time to compare and to write text.
     left = seconds - step * (validated / config.tokens_per_step / 3 + 32)
-    return max(20, min(config.max_steps, int(left / step)))
+    return max(20, int(min(config.max_steps, left / step)))

@@ -14,7 +14,7 @@ from anabranch.ops import checks
 from anabranch.ops.grouped_gemm.call import OP, GroupedGemmCall
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
 from anabranch.ops.overlap import no_overlap
-from anabranch.ops.second_order import refuse_second_derivative
+from anabranch.ops.second_order import refuse_forward_mode, refuse_second_derivative
 from anabranch.tuning import HEURISTIC
 from anabranch.tuning.spec import from_text, to_text
 
@@ -29,6 +29,7 @@ _TENSORS = 8
 
 def grouped_gemm(call: GroupedGemmCall) -> Tensor:
     """Runs a call through its operator."""
+    refuse_forward_mode(OP, call.x, call.weight, call.bias, call.scale)
     args = _flatten(call)
     if call.out is not None:
         grouped_gemm_out(call.out, *args)
@@ -120,6 +121,10 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any
     needs = [ctx.needs_input_grad[i] for i in wanted]
     if grad is not None and any(needs):
         h, *tensors = ctx.saved_tensors
+        if h.dim() != 2 and not isinstance(resolve(OP, ctx.flags[2]), Identity):
+            # Under torch.func.vmap nobody could tell in the forward that a gradient would be needed.
+            with torch.no_grad():
+                _, h = grouped_gemm_forward(True, *tensors, *ctx.flags)
         found = iter(grouped_gemm_backward(needs, grad, h, *tensors, *ctx.flags))
         for i, need in zip(wanted, needs, strict=True):
             grads[i] = next(found) if need else None

@@ -78,6 +78,7 @@ def bind_grouped_gemm(
 ) -> GroupedGemmCall:
     """Checks the arguments of grouped_gemm, casts as autocast asks, and freezes the call."""
     check_name(OP, backend)
+    checks.flag(OP, gather=gather, scatter=scatter, transpose_weight=transpose_weight)
     _check_config(config, backend)
     epilogue = resolve(OP, activation)
     checks.tensor(OP, "x", x, "(T, K_dim)" if gather else "(R, K_dim)", checks.FLOATS)

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from anabranch.epilogues import Epilogue, Gelu, Identity
+from anabranch.epilogues import Epilogue, Identity, Relu, ReluSquared
 
 FORWARD, GATED, INTERLEAVED = "forward", "forward_gated", "forward_interleaved"
 """The forward kernel, which the gradient of x uses too: plain, or with two accumulators behind a gate, or with one
@@ -63,8 +63,7 @@ HALF: Tiles = {
     96: Config(64, 128, 64, 4, 4),
     INF: Config(128, 256, 64, 8, 3),
 }
-# An error function of every column, or any activation where the accumulator comes from tensor memory, needs the
-# registers of half of them.
+# What else needs registers, see _crowded, gets those of half the columns.
 HALF_NARROW: Tiles = {
     **HALF,
     48: Config(32, 128, 64, 8, 4),
@@ -79,9 +78,9 @@ HALF_COPIED: Tiles = {
 }
 TF32: Tiles = {16: Config(16, 64, 32, 4, 3), 96: Config(64, 64, 32, 4, 3), INF: Config(128, 128, 32, 8, 3)}
 # Full fp32 is multiplied outside the tensor cores, with both operands in registers.
-IEEE: Tiles = {16: Config(16, 64, 32, 4, 3), 96: Config(64, 64, 16, 8, 3), INF: Config(64, 128, 16, 8, 3)}
+IEEE: Tiles = {16: Config(16, 64, 32, 4, 3), 96: Config(32, 64, 32, 8, 3), INF: Config(64, 128, 16, 8, 3)}
+IEEE_NARROW: Tiles = {16: Config(16, 64, 16, 4, 3), INF: Config(32, 64, 32, 8, 3)}
 ODD: Tiles = {16: Config(16, 64, 32, 4, 2), INF: Config(64, 64, 32, 8, 2)}
-ODD_IEEE: Tiles = {16: Config(16, 64, 32, 4, 2), INF: Config(64, 64, 16, 8, 2)}
 
 # A step over few rows ends soon after an expert's last.
 GRADIENT_HALF: Tiles = {32: Config(32, 128, 256, 8, 4), INF: Config(64, 128, 256, 8, 3)}
@@ -164,6 +163,7 @@ def heuristic(
     kind: str = FORWARD,
     *,
     epilogue: Epilogue = Identity(),
+    pointers: int = 0,
     capability: tuple[int, int] = HOPPER,
     precision: str = "ieee",
     loads: int = TMA,
@@ -176,26 +176,40 @@ def heuristic(
         limit: bytes of shared memory that a program may have.
         kind: FORWARD, GATED or INTERLEAVED.
         epilogue: what follows the accumulator.
+        pointers: how many of x and the output are read and written through pointers, as gathered and scattered
+            ones are.
         capability: the GPU's compute capability.
         precision: how fp32 is multiplied, "ieee" or "tf32".
         loads: the worst way in which an operand is loaded or a result is stored.
     """
     if dtype == torch.float32 and precision == "ieee":
-        tiles = ODD_IEEE if loads == ELEMENTWISE else IEEE
+        crowded = loads == ELEMENTWISE or kind == INTERLEAVED or (kind == FORWARD and pointers > 0)
+        tiles = IEEE_NARROW if crowded else IEEE
     elif loads == ELEMENTWISE:
         tiles = ODD
     elif dtype == torch.float32:
         tiles = TF32
+        if capability < HOPPER and pointers > 1:
+            rows_per_expert = min(rows_per_expert, 96)  # the tiles in between: they spill nothing
     elif loads == COPIED or capability[0] not in (9, 10):
         tiles = HALF_COPIED
     else:
-        narrow = capability[0] == 10 and not isinstance(epilogue, Identity)
-        tiles = HALF_NARROW if narrow or isinstance(epilogue, Gelu) else HALF
+        tiles = HALF_NARROW if _crowded(kind, epilogue, pointers, capability) else HALF
     config = _pick(tiles, rows_per_expert)
     if kind == INTERLEAVED and config.block_n == 256:
         # The loop over tiles keeps no registers of its own, which here are the ones too many.
         config = replace(config, flatten=True)
     return shrink(config, dtype, limit, kind, capability)
+
+
+def _crowded(kind: str, epilogue: Epilogue, pointers: int, capability: tuple[int, int]) -> bool:
+    """Whether an accumulator of 128 x 256 would leave what follows it too few registers."""
+    if isinstance(epilogue, Identity):
+        return False
+    if capability[0] == 10:  # it comes from tensor memory all at once
+        return True
+    # Behind a gate the columns that are left are half as many.
+    return pointers > 1 or (kind == FORWARD and not isinstance(epilogue, (Relu, ReluSquared)))
 
 
 def heuristic_weight_gradient(

@@ -12,7 +12,7 @@ from anabranch.epilogues import resolve
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
 from anabranch.ops.moe_mlp.call import OP, MoeMlpCall
-from anabranch.ops.second_order import refuse_second_derivative
+from anabranch.ops.second_order import refuse_forward_mode, refuse_second_derivative
 
 _CALL = (
     "Tensor x, Tensor gate_up, Tensor down, Tensor expert_weights, Tensor? gate_up_bias, Tensor? down_bias, "
@@ -37,6 +37,7 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
         call.gate_up_bias,
         call.down_bias,
     )
+    refuse_forward_mode(OP, *inputs)
     out, _ = moe_mlp_forward(
         checks.needs_grad(*inputs),
         *inputs,
@@ -54,10 +55,13 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
 
 
 def _restore(*args: Any) -> MoeMlpCall:
+    x, gate_up, down, expert_weights, gate_up_bias, down_bias = args[:_INPUTS]
     activation, transpose_weight, gate_layout, weight_on, backend = args[_TENSORS:]
     layout = ExpertLayout(*args[_INPUTS:_TENSORS])
-    options = (resolve(OP, activation), transpose_weight, gate_layout, weight_on, backend)
-    return MoeMlpCall(*args[:_INPUTS], *options, layout=layout)
+    return MoeMlpCall(
+        x, gate_up, down, expert_weights, gate_up_bias, down_bias, resolve(OP, activation), transpose_weight,
+        gate_layout, weight_on, backend, layout=layout,
+    )  # fmt: skip
 
 
 def _allocate(keep_h: bool, call: MoeMlpCall) -> tuple[Tensor, Tensor]:
@@ -100,6 +104,10 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any
     grads: list[Tensor | None] = [None] * _INPUTS
     if grad is not None and any(needs):
         h, *tensors = ctx.saved_tensors
+        if h.dim() != 2:
+            # Under torch.func.vmap nobody could tell in the forward that a gradient would be needed.
+            with torch.no_grad():
+                _, h = moe_mlp_forward(True, *tensors, *ctx.flags)
         found = iter(moe_mlp_backward(needs, grad, h, *tensors, *ctx.flags))
         grads = [next(found) if need else None for need in needs]
     return (None, *grads, *[None] * (_TENSORS - _INPUTS + len(ctx.flags)))

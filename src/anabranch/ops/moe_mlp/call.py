@@ -82,6 +82,7 @@ def bind_moe_mlp(
 ) -> MoeMlpCall:
     """Checks the arguments of moe_mlp, casts as autocast asks, and freezes the call."""
     check_name(OP, backend)
+    checks.flag(OP, transpose_weight=transpose_weight)
     epilogue = resolve(OP, activation)
     check_options(OP, epilogue, gate_layout, weight_on)
     width = "I" if epilogue.columns == 1 else f"{epilogue.columns} * I"
@@ -127,6 +128,8 @@ def _check_shapes(call: MoeMlpCall) -> None:
     if width % columns:
         expected = f"an even output width for the gated {call.epilogue.name}"
         raise ArgumentError(OP, "gate_up", expected=expected, got=f"{width}")
+    if experts == 0:
+        raise ArgumentError(OP, "gate_up", expected="at least one expert", got="E = 0")
     inner = width // columns
     swap = call.transpose_weight
     means = "(gate_up's E, gate_up's width, x's H)" if not swap else "(gate_up's E, x's H, gate_up's width)"

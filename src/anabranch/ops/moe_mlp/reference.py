@@ -16,9 +16,12 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
     gate_up, down = call.gate_up_nk.to(acc), call.down_nk.to(acc)
     gate_up_bias = None if call.gate_up_bias is None else call.gate_up_bias.to(acc)
     down_bias = None if call.down_bias is None else call.down_bias.to(acc)
+    inputs = (call.x, gate_up, down, call.expert_weights, gate_up_bias, down_bias)
+    # Zero, but traced to every input: those that no token reads have gradients of zero too.
+    nothing = torch.stack([v.flatten()[:0].sum(dtype=acc) for v in inputs if v is not None]).sum()
     rows = []
     for t, experts in enumerate(call.expert_ids.tolist()):
-        total = call.x.new_zeros(call.x.shape[1], dtype=acc)
+        total = call.x.new_zeros(call.x.shape[1], dtype=acc) + nothing
         for k, e in enumerate(experts):
             if not 0 <= e < gate_up.shape[0]:
                 continue
@@ -33,4 +36,4 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
                 y = y + down_bias[e]
             total = total + (weight * y if call.weight_on == "output" else y)
         rows.append(total)
-    return torch.stack(rows).to(call.dtype) if rows else torch.zeros_like(call.x)
+    return torch.stack(rows).to(call.dtype) if rows else torch.zeros_like(call.x) + nothing.to(call.dtype)

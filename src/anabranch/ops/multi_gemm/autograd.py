@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anabranch.dispatch import choose, without_autocast
 from anabranch.ops.multi_gemm.call import OP, MultiGemmCall, check_memory
+from anabranch.ops.second_order import refuse_forward_mode
 
 _CALL = "Tensor[] xs, Tensor[] weights, bool transpose_x, bool transpose_weight, str? backend"
 Grads = list[Tensor | None]
@@ -17,6 +18,7 @@ Grads = list[Tensor | None]
 
 def multi_gemm(call: MultiGemmCall) -> list[Tensor]:
     """Runs a call through its operator."""
+    refuse_forward_mode(call.op, *call.xs, *call.weights)
     args = (list(call.xs), list(call.weights), call.transpose_x, call.transpose_weight, call.backend)
     if call.out is None:
         return multi_gemm_forward(*args)

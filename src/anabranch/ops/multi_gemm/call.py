@@ -108,6 +108,7 @@ def _bind(
     backend: str | None,
 ) -> MultiGemmCall:
     check_name(op, backend)
+    checks.flag(op, transpose_x=transpose_x, transpose_weight=transpose_weight)
     first = next(iter(named_xs))
     for name, x in named_xs.items():
         checks.tensor(op, name, x, "(k, m)" if transpose_x else "(m, k)", checks.FLOATS)

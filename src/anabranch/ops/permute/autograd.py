@@ -13,6 +13,7 @@ from torch import Tensor
 from anabranch.dispatch import checks_values, choose, without_autocast
 from anabranch.layout import ExpertLayout
 from anabranch.ops.permute.call import OP, PermuteCall, UnpermuteBackwardCall, UnpermuteCall, check_maps
+from anabranch.ops.second_order import refuse_forward_mode
 
 Grads = tuple[Tensor | None, ...]
 _MAPS = "Tensor row_to_slot, Tensor slot_to_row, str? backend"
@@ -20,11 +21,13 @@ _MAPS = "Tensor row_to_slot, Tensor slot_to_row, str? backend"
 
 def permute(call: PermuteCall) -> Tensor:
     """Runs a call through its operator."""
+    refuse_forward_mode("permute", call.x)
     return permute_forward(call.x, call.layout.row_to_slot, call.layout.slot_to_row, call.backend)
 
 
 def unpermute(call: UnpermuteCall) -> Tensor:
     """Runs a call through its operator."""
+    refuse_forward_mode("unpermute", call.y, call.weights)
     layout = call.layout
     return unpermute_forward(call.y, call.weights, layout.row_to_slot, layout.slot_to_row, call.backend)
 

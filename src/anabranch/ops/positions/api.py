@@ -60,7 +60,7 @@ def rope_index(
     Raises:
         ArgumentError: placeholders and grids that do not match (another number of runs than grids, a run
             longer or shorter than its grid, a run without its start token), or a bad value or shape.
-        ArgumentTypeError: A bad type or dtype.
+        ArgumentTypeError: a bad type or dtype.
     """
     return builders.rope_index(
         bind_rope_index(
@@ -99,8 +99,8 @@ def vision_rotary(
         are exact to 256.
 
     Raises:
-        ArgumentError: A bad value or shape, such as a grid that spatial_merge_size does not divide.
-        ArgumentTypeError: A bad type or dtype.
+        ArgumentError: a bad value or shape, such as a grid that spatial_merge_size does not divide.
+        ArgumentTypeError: a bad type or dtype.
     """
     return builders.vision_rotary(bind_vision_rotary(inv_freq, grid_thw, spatial_merge_size))
 
@@ -133,8 +133,8 @@ def window_index(
         windows, and its model then drops them. Both are where a tensor grid_thw is; on the CPU for a list.
 
     Raises:
-        ArgumentError: A bad value or shape, such as a window smaller than one merged token.
-        ArgumentTypeError: A bad type or dtype.
+        ArgumentError: a bad value or shape, such as a window smaller than one merged token.
+        ArgumentTypeError: a bad type or dtype.
     """
     return builders.window_index(
         bind_window_index(grid_thw, window_size, spatial_merge_size, patch_size, spatial_merge_unit)

@@ -13,6 +13,8 @@ from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
 from anabranch.ops.positions.segments import HOST, Grid, Segments, find_segments
 
+MAX_SIZE = 2**31 - 1
+"""Of each side of a grid."""
 MAX_POSITION = 2**53
 """Ticks stay where fp64 counts exactly."""
 
@@ -64,6 +66,8 @@ def merged_grids(op: str, argument: str, grids: object, merge: int) -> list[Grid
         if len(grid) != 3 or min(grid) < 1 or grid[1] % merge or grid[2] % merge:
             wanted = f"[t, h, w] of at least 1, h and w multiples of spatial_merge_size = {merge}"
             raise ArgumentError(op, argument, expected=wanted, got=list(grid))
+        if max(grid) > MAX_SIZE:
+            raise ArgumentError(op, argument, expected=f"[t, h, w] of at most {MAX_SIZE}", got=list(grid))
         t, h, w = map(int, grid)
         merged.append((t, h // merge, w // merge))
     return merged
@@ -94,6 +98,8 @@ def bind_rope_index(
     for argument, value in ids.items():
         if not _is_int(value):
             raise ArgumentTypeError(op, argument, expected="an int", got=type(value).__name__)
+        if not -(2**63) <= value < 2**63:
+            raise ArgumentError(op, argument, expected="an id that fits int64", got=value)
     if len(set(ids.values())) < 3:
         expected = "an id apart from video_token_id and vision_start_token_id, which differ too"
         raise ArgumentError(op, "image_token_id", expected=expected, got=", ".join(map(str, ids.values())))
@@ -102,6 +108,10 @@ def bind_rope_index(
         raise ArgumentTypeError(op, "tokens_per_second", expected="an int or a float", got=got)
     if not 0 < tokens_per_second < math.inf:
         raise ArgumentError(op, "tokens_per_second", expected="above 0 and finite", got=tokens_per_second)
+    if float(tokens_per_second) > MAX_POSITION:
+        raise ArgumentError(op, "tokens_per_second", expected="at most 2**53", got=tokens_per_second)
+    # As Python's own numbers: torch multiplies by no other, such as a Fraction.
+    tokens_per_second = int(tokens_per_second) if _is_int(tokens_per_second) else float(tokens_per_second)
     images, videos = (
         [] if grids is None else merged_grids(op, argument, grids, spatial_merge_size)
         for argument, grids in (("image_grid_thw", image_grid_thw), ("video_grid_thw", video_grid_thw))
@@ -139,7 +149,8 @@ def bind_window_index(
     unit = spatial_merge_size**2 if spatial_merge_unit is None else spatial_merge_unit
     checks.integer(op, "spatial_merge_unit", unit, minimum=1)
     grids = merged_grids(op, "grid_thw", grid_thw, spatial_merge_size)
-    window = window_size // spatial_merge_size // patch_size
+    # No frame is larger than MAX_SIZE, so neither need a window be.
+    window = min(window_size // spatial_merge_size // patch_size, MAX_SIZE)
     if window < 1:
         expected = f"at least spatial_merge_size * patch_size = {spatial_merge_size * patch_size}"
         raise ArgumentError(op, "window_size", expected=expected, got=window_size)
@@ -166,6 +177,8 @@ def _seconds(op: str, seconds: object, videos: list[Grid], tokens_per_second: fl
         for value in seconds:
             if not isinstance(value, Real) or isinstance(value, bool):
                 raise ArgumentTypeError(op, argument, expected=expected, got=f"an entry {value!r}")
+            if _is_int(value) and not -(2**63) <= value < 2**63:
+                raise ArgumentError(op, argument, expected="seconds that fit int64", got=value)
         whole = all(_is_int(value) for value in seconds)
         seconds = torch.tensor(seconds, dtype=torch.int64 if whole else torch.float32, device=HOST)
     else:

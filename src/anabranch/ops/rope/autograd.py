@@ -14,6 +14,7 @@ from torch import Tensor
 from anabranch.dispatch import checks_values, choose, without_autocast
 from anabranch.errors import ArgumentError
 from anabranch.ops.rope.call import OP, RopeCall, check_memory
+from anabranch.ops.second_order import refuse_forward_mode
 
 _REST = (
     "Tensor cos, Tensor sin, Tensor? positions, str pairing, SymInt rotary_dim, int head_axis, "
@@ -23,6 +24,7 @@ _REST = (
 
 def rope(call: RopeCall) -> tuple[Tensor, Tensor | None]:
     """Runs a call through its operator."""
+    refuse_forward_mode(call.op, call.q, call.k, call.cos, call.sin)
     args = _flatten(call)
     if call.inplace:
         rope_inplace(*args)

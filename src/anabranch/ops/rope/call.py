@@ -94,7 +94,7 @@ def bind_rope(
 ) -> RopeCall:
     """Checks the arguments of rope and freezes the call."""
     checks.choice(OP, "pairing", pairing, PAIRINGS)
-    sizes, rotary_dim = _check_common(OP, q, k, rotary_dim, head_axis, backend)
+    sizes, rotary_dim = _check_common(OP, q, k, rotary_dim, head_axis, inplace, backend)
     cos, sin, _ = check_tables(OP, cos, sin, rotary_dim, sizes, indexed=positions is not None, rows=False)
     if positions is not None:
         positions, _ = check_positions(OP, positions, sizes, rows=False)
@@ -121,7 +121,7 @@ def bind_mrope(
     """Checks the arguments of mrope and freezes the call; one row for all pairs makes it a rope."""
     op = "mrope"
     checks.choice(op, "order", order, ORDERS)
-    sizes, rotary_dim = _check_common(op, q, k, rotary_dim, head_axis, backend)
+    sizes, rotary_dim = _check_common(op, q, k, rotary_dim, head_axis, inplace, backend)
     checked = check_sections(op, sections, order, rotary_dim // 2)
     cos, sin, rows = check_tables(op, cos, sin, rotary_dim, sizes, indexed=positions is not None, rows=True)
     if positions is not None:
@@ -144,9 +144,16 @@ def bind_mrope(
 
 
 def _check_common(
-    op: str, q: Tensor, k: Tensor | None, rotary_dim: int | None, head_axis: int, backend: str | None
+    op: str,
+    q: Tensor,
+    k: Tensor | None,
+    rotary_dim: int | None,
+    head_axis: int,
+    inplace: bool,
+    backend: str | None,
 ) -> tuple[Sizes, int]:
     check_name(op, backend)
+    checks.flag(op, inplace=inplace)
     check_head_axis(op, head_axis)
     sizes = check_vectors(op, q, k, head_axis)
     return sizes, check_rotary_dim(op, rotary_dim, sizes.channels, "q's D")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anabranch.errors import ArgumentError, ArgumentTypeError
+from anabranch.errors import ArgumentError
 from anabranch.ops import checks
 
 ROWS = 3
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
 
 def check_head_axis(op: str, head_axis: object) -> None:
     """Demands 1 or 2."""
-    if isinstance(head_axis, bool) or head_axis not in (1, 2):
+    if isinstance(head_axis, bool) or not isinstance(head_axis, int) or head_axis not in (1, 2):
         raise ArgumentError(op, "head_axis", expected="1 or 2", got=repr(head_axis))
 
 
@@ -143,10 +143,7 @@ def _demand(
     op: str, argument: str, value: object, dtypes: tuple[torch.dtype, ...], forms: str, ranks: tuple[int, ...]
 ) -> None:
     """checks.tensor for an argument of several ranks."""
-    if not isinstance(value, Tensor):
-        raise ArgumentTypeError(op, argument, expected=f"a tensor {forms}", got=type(value).__name__)
-    if value.dtype not in dtypes:
-        expected = "dtype " + " or ".join(checks.name(dtype) for dtype in dtypes)
-        raise ArgumentTypeError(op, argument, expected=expected, got=checks.name(value.dtype))
+    checks.dense(op, argument, value, forms, dtypes)
+    assert isinstance(value, Tensor)
     if value.dim() not in ranks:
         raise ArgumentError(op, argument, expected=f"shape {forms}", got=f"shape {tuple(value.shape)}")

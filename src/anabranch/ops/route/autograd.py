@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anabranch.dispatch import choose
-from anabranch.ops.route.call import RouteCall
+from anabranch.ops.route.call import RouteCall, fits
 
 Fields = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -14,6 +14,7 @@ Fields = tuple[Tensor, Tensor, Tensor, Tensor]
 @torch.library.custom_op("anabranch::route_topk", mutates_args=())
 def route_topk(expert_ids: Tensor, num_experts: int) -> Fields:
     """(counts, offsets, row_to_slot, slot_to_row) of a stable sort by expert, then slot."""
+    fits("ExpertLayout.from_topk", "expert_ids", expert_ids.numel())
     return choose("route", RouteCall(expert_ids), None).module.topk(expert_ids, num_experts)
 
 
@@ -25,6 +26,7 @@ def _(expert_ids: Tensor, num_experts: int) -> Fields:
 @torch.library.custom_op("anabranch::route_counts", mutates_args=())
 def route_counts(counts: Tensor, num_rows: int) -> Fields:
     """The fields for rows in expert order already, with slot = row."""
+    fits("ExpertLayout.from_counts", "num_rows", num_rows)
     return choose("route", RouteCall(counts), None).module.counts(counts, num_rows)
 
 
@@ -36,6 +38,7 @@ def _(counts: Tensor, num_rows: int) -> Fields:
 @torch.library.custom_op("anabranch::route_sorted", mutates_args=())
 def route_sorted(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
     """The fields for a sort made elsewhere."""
+    fits("ExpertLayout.from_sorted", "row_to_slot", row_to_slot.numel())
     return choose("route", RouteCall(counts), None).module.sorted_rows(counts, row_to_slot, top_k)
 
 
@@ -48,6 +51,7 @@ def _(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
 @torch.library.custom_op("anabranch::route_maps", mutates_args=())
 def route_maps(slot_to_row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(row_to_slot, slot_to_row): both directions from one; rows out of range are dropped."""
+    fits("ExpertLayout.from_slot_to_row", "num_rows", max(num_rows, slot_to_row.numel()))
     return choose("route", RouteCall(slot_to_row), None).module.maps(slot_to_row, num_rows)
 
 

@@ -14,8 +14,9 @@ MAX_ROWS = 2**31 - 1
 """Rows and slots are int32."""
 
 
-def _fits(op: str, argument: str, rows: int) -> None:
-    if rows > MAX_ROWS:
+def fits(op: str, argument: str, rows: int) -> None:
+    """Demands no more rows than int32 counts. Not of a symbol, whose range it would narrow: operators ask again."""
+    if not isinstance(rows, torch.SymInt) and rows > MAX_ROWS:
         raise ArgumentError(op, argument, expected=f"at most {MAX_ROWS} rows", got=rows)
 
 
@@ -24,7 +25,9 @@ def check_topk(expert_ids: Tensor, num_experts: int) -> None:
     op = "ExpertLayout.from_topk"
     checks.tensor(op, "expert_ids", expert_ids, "(T, K)", checks.INTEGERS)
     checks.integer(op, "num_experts", num_experts, minimum=1)
-    _fits(op, "expert_ids", expert_ids.numel())
+    if num_experts >= MAX_ROWS:
+        raise ArgumentError(op, "num_experts", expected=f"fewer than {MAX_ROWS}", got=num_experts)
+    fits(op, "expert_ids", expert_ids.numel())
 
 
 def check_counts(counts: Tensor, num_rows: int) -> None:
@@ -32,7 +35,7 @@ def check_counts(counts: Tensor, num_rows: int) -> None:
     op = "ExpertLayout.from_counts"
     checks.tensor(op, "counts", counts, "(E,)", checks.INTEGERS)
     checks.integer(op, "num_rows", num_rows, minimum=0)
-    _fits(op, "num_rows", num_rows)
+    fits(op, "num_rows", num_rows)
 
 
 def check_sorted(counts: Tensor, row_to_slot: Tensor, top_k: int) -> None:
@@ -42,7 +45,7 @@ def check_sorted(counts: Tensor, row_to_slot: Tensor, top_k: int) -> None:
     checks.tensor(op, "row_to_slot", row_to_slot, "(T * K,)", checks.INTEGERS)
     checks.same_device(op, counts, "counts", row_to_slot=row_to_slot)
     checks.integer(op, "top_k", top_k, minimum=1)
-    _fits(op, "row_to_slot", row_to_slot.numel())
+    fits(op, "row_to_slot", row_to_slot.numel())
     if row_to_slot.numel() % top_k:
         expected = f"a multiple of top_k = {top_k} rows"
         raise ArgumentError(op, "row_to_slot", expected=expected, got=f"{row_to_slot.numel()} rows")
@@ -53,7 +56,7 @@ def check_slot_to_row(slot_to_row: Tensor, num_rows: int) -> None:
     op = "ExpertLayout.from_slot_to_row"
     checks.tensor(op, "slot_to_row", slot_to_row, "(T, K)", checks.INTEGERS)
     checks.integer(op, "num_rows", num_rows, minimum=0)
-    _fits(op, "num_rows", max(num_rows, slot_to_row.numel()))
+    fits(op, "num_rows", max(num_rows, slot_to_row.numel()))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anabranch.dispatch import choose, without_autocast
-from anabranch.ops.second_order import refuse_second_derivative
+from anabranch.ops.second_order import refuse_forward_mode, refuse_second_derivative
 from anabranch.ops.topk_router.call import OP, TopkRouterCall
 
 _OPTIONS = (
@@ -19,6 +19,7 @@ _OPTIONS = (
 
 def topk_router(call: TopkRouterCall) -> tuple[Tensor, Tensor]:
     """Runs a call through its operator."""
+    refuse_forward_mode(OP, call.logits)
     return topk_router_forward(call.logits, call.bias, *_options(call))
 
 

@@ -68,6 +68,7 @@ def bind_topk_router(
 ) -> TopkRouterCall:
     """Checks the arguments of topk_router and freezes the call."""
     check_name(OP, backend)
+    checks.flag(OP, renormalize=renormalize)
     checks.tensor(OP, "logits", logits, "(T, E)", checks.FLOATS)
     experts = logits.shape[1]
     check_options(

@@ -31,6 +31,8 @@ def check_options(
     checks.choice(op, "order", order, ORDERS)
     if isinstance(scaling, bool) or not isinstance(scaling, (int, float, torch.SymFloat)):
         raise ArgumentTypeError(op, "scaling", expected="a float", got=type(scaling).__name__)
+    if isinstance(scaling, int) and abs(scaling) > 2**63:
+        raise ArgumentError(op, "scaling", expected="a number that a float can hold", got="a larger one")
     if num_groups is None or top_groups is None:
         for name, value in (("num_groups", num_groups), ("top_groups", top_groups)):
             if value is not None:

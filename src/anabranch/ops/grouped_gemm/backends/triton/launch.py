@@ -15,7 +15,7 @@ from torch import Tensor
 from anabranch._backends.triton import device as on
 from anabranch._backends.triton.ragged import dense, ragged, store_width
 from anabranch._backends.triton.schedule import max_tiles, schedule
-from anabranch.epilogues import Epilogue, Identity
+from anabranch.epilogues import Epilogue, Geglu, Gelu, Identity
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm import config as tiles
 from anabranch.ops.grouped_gemm.backends.triton import kernels
@@ -99,6 +99,7 @@ def gemm(
         on.shared_memory_limit(x.device),
         (tiles.INTERLEAVED if interleaved else tiles.GATED) if gated else tiles.FORWARD,
         epilogue=epilogue,
+        pointers=(not direct) + (out_rows is not ROW),
         capability=on.capability(x.device),
         precision=on.input_precision(x.dtype),
         loads=_worst(x, weight, (out, h)),
@@ -215,7 +216,8 @@ def pre_activation_gradient(
         return
     code = device_code(epilogue)
     assert code is not None
-    block_n = min(256, triton.next_power_of_2(max(columns, 16)))
+    block_n = min(128 if epilogue.columns == 2 else 256, triton.next_power_of_2(max(columns, 16)))
+    erf = isinstance(epilogue, (Gelu, Geglu))  # takes many registers
     with on.current(grad.device):
         kernels.pre_activation_gradient_kernel[(triton.cdiv(rows, 8),)](
             grad, h, scale, d_z, a_out, d_scale, layout.offsets, layout.row_to_slot, rows,
@@ -225,7 +227,7 @@ def pre_activation_gradient(
             EPILOGUE=code.backward, P=parameters(epilogue), GATED=epilogue.columns == 2, INTERLEAVED=interleaved,
             GRAD_ROWS=grad_rows, HAS_H=h is not None, HAS_SCALE=scale is not None, NEED_Z=d_z is not None,
             NEED_A=a_out is not None, NEED_SCALE=d_scale is not None, BLOCK_M=8, BLOCK_N=block_n,
-            OFFSET=_offset_type(grad, h, d_z, scale), num_warps=4,
+            OFFSET=_offset_type(grad, h, d_z, scale), num_warps=8 if erf else 4,
         )  # fmt: skip
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
@@ -17,12 +14,11 @@ from anabranch._backends.triton import device as on
 from anabranch.epilogues import Epilogue
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm import config as tiles
+from anabranch.ops.grouped_gemm.backends.triton import truth
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, SLOT, TOKEN
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
 from anabranch.tuning import Key, Sample, Trial
 
-SAMPLED = 2**25
-"""Elements of a result that are compared with the truth, at most."""
 READ = {TOKEN.value: "gather", SLOT.value: "slots"}
 """How an operand's rows are found where they are not in expert order."""
 
@@ -107,10 +103,6 @@ class Product:
         rows = tuning.bucket(self.layout.num_rows, experts)
         return Key(self.op, self.kind, dtype, n, k_dim, experts, rows, tuple(t for t in traits if t))
 
-    def _starts(self) -> list[int]:
-        assert self.layout.offsets is not None
-        return [min(start, self.layout.num_rows) for start in self.layout.offsets.tolist()]
-
 
 @dataclass(frozen=True, eq=False)
 class Gemm(Product):
@@ -137,9 +129,9 @@ class Gemm(Product):
             None if self.out_rows is ROW else "scatter",
             None if self.h is None else "keep_h",
             None if k_major else "n_major",
-            _loads("x", self.x) if self.x_rows is ROW else None,
-            _loads("w", self.weight if k_major else self.weight.mT),
-            _loads("out", self.out) if self.out_rows is ROW else None,
+            _loads("x", self.x, self.x_rows is not ROW),
+            _loads("w", self.weight),
+            _loads("out", self.out, self.out_rows is not ROW),
         )
 
     def outputs(self) -> Sequence[Tensor]:
@@ -164,48 +156,7 @@ class Gemm(Product):
         )
 
     def samples(self) -> Sequence[Sample]:
-        starts, layout = self._starts(), self.layout
-        rows = _spread(starts, max(1, SAMPLED // max(self.weight.shape[1], 1)))
-        # Rows that are nobody's are zero, and so are slots without a row.
-        unused = list(range(starts[-1], layout.num_rows))[:: max(1, (layout.num_rows - starts[-1]) // 64)]
-        index = torch.tensor([*itertools.chain(*rows), *unused], device=self.device)
-        slots = layout.row_to_slot[index].long()
-        live = slots >= 0
-        counts = [*map(len, rows), len(unused)]
-        z, y = self._values(index, slots, live, counts, torch.float64)
-        plain_z, plain_y = self._values(index, slots, live, counts, None)
-        if self.out_rows is ROW:
-            out = Sample("out", index, y, plain_y)
-        else:
-            empty = torch.nonzero(layout.slot_to_row.reshape(-1) < 0)[:64, 0]
-            places = torch.cat((slots[live], empty))
-            zeros = y.new_zeros(len(empty), y.shape[1])
-            plain = torch.cat((plain_y[live], zeros.to(plain_y)))
-            out = Sample("out", places, torch.cat((y[live], zeros)), plain)
-        return [out] if self.h is None else [out, Sample("h", index, z, plain_z)]
-
-    def _values(
-        self, rows: Tensor, slots: Tensor, live: Tensor, counts: Sequence[int], wide: torch.dtype | None
-    ) -> tuple[Tensor, Tensor]:
-        """(pre-activation, output) of rows, in fp64 or as PyTorch computes in their precision."""
-        top_k = self.layout.top_k
-        slots = slots.clamp(min=0)
-        source = _places(rows, slots, top_k, self.x_rows)
-        x = self.x[source].masked_fill(~live[:, None], 0)
-        dtype = wide or self.x.dtype
-        z = x.new_zeros(len(rows), self.weight.shape[1], dtype=dtype)
-        stop = 0
-        for expert, count in enumerate(counts[:-1]):
-            start, stop = stop, stop + count
-            if count:
-                bias = None if self.bias is None else self.bias[expert].to(dtype)
-                z[start:stop] = F.linear(x[start:stop].to(dtype), self.weight[expert].to(dtype), bias)
-        z.masked_fill_(~live[:, None], 0)
-        parts = (z[:, 0::2], z[:, 1::2]) if self.interleaved else z.chunk(self.epilogue.columns, -1)
-        y = self.epilogue.forward(*(part.to(wide or torch.float32) for part in parts))
-        if self.scale is not None:
-            y = y * self.scale.reshape(-1, 1)[slots].masked_fill(~live[:, None], 0).to(y.dtype)
-        return z, y.masked_fill(~live[:, None], 0).to(dtype)
+        return truth.of_gemm(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +177,8 @@ class WeightGradient(Product):
             self.d_weight,
             None if self.z_rows is ROW else f"z_{READ[self.z_rows.value]}",
             None if self.x_rows is ROW else f"x_{READ[self.x_rows.value]}",
-            _loads("z", self.d_z) if self.z_rows is ROW else None,
-            _loads("x", self.x) if self.x_rows is ROW else None,
+            _loads("z", self.d_z, self.z_rows is not ROW),
+            _loads("x", self.x, self.x_rows is not ROW),
             _loads("out", self.d_weight),
         )
 
@@ -242,23 +193,7 @@ class WeightGradient(Product):
         )
 
     def samples(self) -> Sequence[Sample]:
-        experts, n, k_dim = self.d_weight.shape
-        (columns,) = _spread([0, n], max(1, min(32, SAMPLED // max(experts * k_dim, 1))))
-        some = torch.tensor(columns, device=self.device)
-        truth = torch.zeros(experts, len(columns), k_dim, dtype=torch.float64, device=self.device)
-        plain = torch.zeros_like(truth, dtype=self.x.dtype)
-        for expert, (start, stop) in enumerate(itertools.pairwise(self._starts())):
-            rows = torch.arange(start, stop, device=self.device)
-            slots = self.layout.row_to_slot[start:stop].long()
-            rows, slots = rows[slots >= 0], slots[slots >= 0]
-            top_k = self.layout.top_k
-            d_z = self.d_z[_places(rows, slots, top_k, self.z_rows)][:, some]
-            x = self.x[_places(rows, slots, top_k, self.x_rows)]
-            plain[expert] = d_z.T @ x
-            for some_z, some_x in zip(d_z.split(8192), x.split(8192), strict=True):
-                truth[expert] += some_z.double().T @ some_x.double()
-        index = torch.arange(experts, device=self.device)[:, None] * n + some
-        return [Sample("d_weight", index.reshape(-1), truth.flatten(0, 1), plain.flatten(0, 1))]
+        return truth.of_weight_gradient(self)
 
 
 def _sensible(space: Iterable[GroupedGemmConfig], key: Key) -> list[GroupedGemmConfig]:
@@ -269,14 +204,14 @@ def _sensible(space: Iterable[GroupedGemmConfig], key: Key) -> list[GroupedGemmC
     return [config for config in space if low <= config.block_m <= max(64, 2 * key.rows)]
 
 
-def _places(rows: Tensor, slots: Tensor, top_k: int, how: tl.constexpr) -> Tensor:
-    """Where an operand keeps rows."""
-    return rows if how is ROW else slots // top_k if how is TOKEN else slots
+def _loads(name: str, value: Tensor, scattered: bool = False) -> str | None:
+    """A word for an operand that is slower to load or store than others, ``scattered`` rows being so by nature."""
+    from anabranch.ops.grouped_gemm.backends.triton.launch import access
 
-
-def _loads(name: str, value: Tensor) -> str | None:
-    """A word for an operand that cannot come or go through TMA where others can."""
-    return None if on.tma_refusal(value) is None else f"{name}_by_pointers"
+    found = access(value)
+    if found == tiles.ELEMENTWISE:
+        return f"{name}_odd"
+    return f"{name}_copied" if found == tiles.COPIED and not scattered else None
 
 
 def _like(value: Tensor) -> Tensor:
@@ -285,15 +220,3 @@ def _like(value: Tensor) -> Tensor:
     steps = zip(value.shape, value.stride(), strict=True)
     span = 1 + sum((size - 1) * step for size, step in steps) if value.numel() else 0
     return value.new_empty(span + shift).as_strided(value.shape, value.stride(), shift)
-
-
-def _spread(starts: Sequence[int], limit: int) -> list[list[int]]:
-    """Some of each range: all of a short one, else from its first to its last alike; about ``limit`` in all."""
-    lengths = [max(0, stop - start) for start, stop in itertools.pairwise(starts)]
-    each = max(4, limit // max(1, sum(map(bool, lengths))))
-    return [
-        [start + i for i in range(length)]
-        if length <= each
-        else [start + i * (length - 1) // (each - 1) for i in range(each)]
-        for start, length in zip(starts, lengths, strict=False)
-    ]

@@ -1,0 +1,11 @@
+"""Measured tiles: the search, its check and its timing, the file on disk, and the tables shipped with the package.
+
+Nothing is searched unless ``ANABRANCH_AUTOTUNE=1`` asks for it. docs/tuning.md is the page for users.
+"""
+
+from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+from anabranch.tuning.key import Key, bucket
+from anabranch.tuning.lookup import HEURISTIC, choose
+from anabranch.tuning.search import Outcome, Sample, Trial
+
+__all__ = ["HEURISTIC", "GroupedGemmConfig", "Key", "Outcome", "Sample", "Trial", "bucket", "choose"]

@@ -1,0 +1,258 @@
+"""The Triton backend of grouped_gemm, interpreted: the conformance suite, and every path through the launcher.
+
+TRITON_INTERPRET=1 pytest tests/ops/grouped_gemm/test_triton.py runs it; on a GPU the conformance suite itself does.
+"""
+
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from anabranch import ExpertLayout
+from anabranch.errors import UnsupportedError
+from anabranch.ops.grouped_gemm import config as tiles
+from anabranch.ops.grouped_gemm.cases import SMALL
+from anabranch.testing import STRIDES, assert_same, guard_band, randn, routing, strided
+from anabranch.testing.conformance import CHECKS, FULL, VARIANTS, check_case, make, solve
+from anabranch.testing.problems import Flags, Problem
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    # NumPy, which interprets, warns of NaN where a GPU does not, and of how the interpreter reads a scalar.
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+DTYPES = (torch.float32, torch.float16)  # the interpreter cannot multiply bf16
+# The others repeat much, or go over shapes that are here one by one.
+QUICK = (
+    "counts_that_claim_too_much",
+    "dropped_and_repeated_choices",
+    "every_pattern_of_empty_experts",
+    "every_variant",
+    "experts_that_share_a_tile",
+    "full_precision",
+    "no_tokens",
+    "rows_past_the_last_expert",
+    "square_and_half_square_weights",
+)
+ALIGNED = dict(E=4, N=32, K_dim=64)
+"""Sizes that the tensor memory accelerator takes, in every dtype."""
+
+
+@pytest.fixture
+def device():
+    from anabranch._backends.triton import device
+
+    return device
+
+
+@pytest.fixture
+def hopper(device, monkeypatch):
+    """The paths of a GPU with a tensor memory accelerator; what is interpreted of it are its descriptors."""
+    used = {"read": 0, "written": 0}
+    original = device.tma_refusal
+    monkeypatch.setattr(device, "capability", lambda _: (9, 0))
+
+    def counted(value, inner=-1):
+        reason = original(value, inner)
+        used["read"] += reason is None
+        return reason
+
+    monkeypatch.setattr(device, "tma_refusal", counted)
+    return used
+
+
+@contextmanager
+def launches():
+    """The constants of what is launched, by kernel."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found = []
+    original = InterpretedFunction.run
+
+    def run(self, *args, **kwargs):
+        found.append((self.fn.__name__, kwargs))
+        return original(self, *args, **kwargs)
+
+    InterpretedFunction.run = run
+    try:
+        yield found
+    finally:
+        InterpretedFunction.run = original
+
+
+def constants(found, kernel):
+    return [kwargs for name, kwargs in found if name == kernel]
+
+
+@pytest.mark.parametrize("check", QUICK)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_check(check, dtype):
+    CHECKS[check]("triton", dtype, "cpu")
+
+
+@pytest.mark.parametrize("index", range(len(SMALL)), ids=[str(case) for case in SMALL])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_case(index, dtype):
+    check_case("triton", dtype, "cpu", SMALL[index], VARIANTS[(2 * index + 1) % len(VARIANTS)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("flags", VARIANTS, ids=str)
+def test_the_accelerators_paths(hopper, dtype, flags):
+    """Loads and stores through descriptors: values and gradients."""
+    with launches() as found:
+        solve("triton", make(dtype, "cpu", flags=flags, **ALIGNED))
+    forward, *_, backward = constants(found, "forward_kernel")
+    assert forward["W_TMA"]
+    assert forward["X_TMA"] is not flags.gather
+    assert forward["OUT_TMA"] is not flags.scatter
+    assert forward["KEEP_H"] == forward["H_TMA"] == (flags.activation is not None)
+    assert backward["OUT_TMA"]
+    assert constants(found, "weight_gradient_kernel")[0]["Z_TMA"] or flags.scatter
+
+
+@pytest.mark.parametrize("counts", [[8, 0, 12, 4], [0, 0, 0, 0], [5, 0, 33, 13]], ids=str)
+def test_ragged_descriptors_stop_at_the_experts_end(hopper, counts):
+    """Rows past the last expert hold NaN in x and in the gradient; several tiles, whole and partial."""
+    rows = sum(counts) + 7
+    ids = [e for e, n in enumerate(counts) for _ in range(n)]
+    ids = torch.tensor(ids + [-1] * (rows - len(ids))).reshape(rows, 1)
+    problem = make(torch.float32, "cpu", ids, flags=Flags(bias=True), counts=counts, **ALIGNED)
+    with launches() as found:
+        solve("triton", problem)
+    assert all(k["X_TMA"] and k["OUT_TMA"] for k in constants(found, "forward_kernel"))
+
+
+def test_descriptors_write_only_the_output(hopper):
+    problem = make(torch.float32, "cpu", flags=Flags(bias=True), **ALIGNED)
+    out, untouched = guard_band(tuple(problem.grad.shape), torch.float32, columns=4)
+    with torch.no_grad():
+        problem.call("triton", out=out)
+        expected = problem.call("triton")
+    untouched()
+    assert_same(out, expected)
+
+
+REFUSED = {
+    "the device has no tensor memory accelerator": (lambda: torch.zeros(16, 16), (8, 9)),
+    "the tensor is empty": (lambda: torch.zeros(0, 16), (9, 0)),
+    "the tile's inner dimension is not contiguous": (lambda: torch.zeros(16, 16).T, (9, 0)),
+    "the base address is not a multiple of 16 bytes": (lambda: torch.zeros(16, 20)[:, 1:17], (9, 0)),
+    "stride 18 of dimension 0 is not a positive multiple of 16 bytes": (lambda: torch.zeros(16, 18), (9, 0)),
+    "stride 0 of dimension 0 is not a positive multiple of 16 bytes": (
+        lambda: torch.zeros(1, 16).expand(16, 16),
+        (9, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_why_the_accelerator_is_not_used(reason, device, monkeypatch):
+    value, capability = REFUSED[reason]
+    monkeypatch.setattr(device, "capability", lambda _: capability)
+    assert device.tma_refusal(value()) == reason
+
+
+def test_what_the_accelerator_takes(device, monkeypatch):
+    monkeypatch.setattr(device, "capability", lambda _: (9, 0))
+    assert device.tma_refusal(torch.zeros(3, 16, 20)) is None
+    assert device.tma_refusal(torch.zeros(16, 16).T, inner=0) is None
+    assert device.tma_refusal(torch.zeros(16, 24, dtype=torch.float16)[:, 8:]) is None
+
+
+@pytest.mark.parametrize("flags", [FULL, Flags(bias=True)], ids=str)
+def test_int64_offsets(flags, device, monkeypatch):
+    """Offsets of 64 bits give the same bits."""
+    problem = make(torch.float32, "cpu", flags=flags)
+    expected = problem.run("triton")
+    monkeypatch.setattr(device, "INT32_MAX", 0)
+    with launches() as found:
+        actual = problem.run("triton")
+    assert {str(k["OFFSET"]) for _, k in found if "OFFSET" in k} == {"int64"}
+    for name, value in actual.items():
+        assert_same(value, expected[name], name=name)
+
+
+@pytest.mark.parametrize("on_hopper", [False, True])
+@pytest.mark.parametrize("layout", STRIDES)
+def test_every_memory_layout(layout, on_hopper, request):
+    if on_hopper:
+        request.getfixturevalue("hopper")
+    problem = make(torch.float32, "cpu", routing(9, 4, 2, "even"), flags=FULL, **ALIGNED)
+    for name in ("x", "weight", "grad", "scale"):
+        solve("triton", problem.with_inputs(**{name: strided(getattr(problem, name), layout)}), f"{name} {layout}")
+
+
+def test_holes_among_an_experts_rows():
+    """A row without a slot in the middle, as a sort made elsewhere may leave it, is zero and nobody's gradient."""
+    flags = Flags(gather=True, bias=True, scale=True, activation="swiglu")
+    problem = make(torch.float32, "cpu", routing(6, 4, 2, "even"), flags=flags)
+    row_to_slot = problem.layout.row_to_slot.clone()
+    hole, slot = 4, int(row_to_slot[4])
+    row_to_slot[hole] = -1
+    slot_to_row = problem.layout.slot_to_row.clone()
+    slot_to_row.view(-1)[slot] = -1
+    holed = replace(problem.layout, row_to_slot=row_to_slot, slot_to_row=slot_to_row)
+    scale = problem.scale.clone()
+    scale.view(-1)[slot] = torch.nan
+    grad = problem.grad.clone()
+    grad[hole] = torch.nan
+    changed = Problem(problem.ids, holed, flags, problem.x, problem.weight, problem.bias, scale, grad)
+    actual, expected = changed.run("triton"), changed.run("reference")
+    assert torch.equal(actual["out"][hole], torch.zeros_like(actual["out"][hole]))
+    assert actual["scale"].view(-1)[slot] == 0
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_tf32_only_where_it_is_allowed():
+    problem = make(torch.float32, "cpu", flags=Flags())
+    before = torch.backends.cuda.matmul.allow_tf32
+    found = {}
+    try:
+        for allowed in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            with launches() as made:
+                problem.run("triton")
+            found[allowed] = {k["PRECISION"] for _, k in made if "PRECISION" in k}
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert found == {False: {"ieee"}, True: {"tf32"}}
+
+
+@pytest.mark.parametrize("kind", [tiles.FORWARD, tiles.GATED, tiles.INTERLEAVED, tiles.WEIGHT_GRADIENT])
+def test_any_tiles_give_the_same_result(kind):
+    """Flattened loops, narrow and wide tiles, groups of one."""
+    from anabranch.epilogues import resolve
+    from anabranch.ops.grouped_gemm.backends.triton import launch
+    from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
+
+    layout = ExpertLayout.from_topk(routing(40, 3, 1, "zipf"), 3)
+    x, w, d_z = randn(40, 48), randn(3, 64, 48, scale=48**-0.5), randn(40, 64)
+    epilogue = resolve("test", "swiglu" if kind in (tiles.GATED, tiles.INTERLEAVED) else "silu")
+    results = []
+    for config in (
+        tiles.GroupedGemmConfig(16, 16, 16, 4, 2, group_m=1),
+        tiles.GroupedGemmConfig(16, 32, 64, 4, 1, flatten=True),
+        tiles.GroupedGemmConfig(64, 64, 16, 8, 3),
+    ):
+        if kind == tiles.WEIGHT_GRADIENT:
+            out = torch.full_like(w, torch.nan)
+            launch.weight_gradient(d_z, x, layout, out, z_rows=ROW, x_rows=ROW, config=config)
+        else:
+            out = torch.full((40, 64 // epilogue.columns), torch.nan)
+            launch.gemm(
+                x, w, layout, out, epilogue=epilogue, interleaved=kind == tiles.INTERLEAVED, config=config
+            )
+        results.append(out)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-5, atol=1e-5)
+    assert results[0].any()
+
+
+def test_fp64_is_refused():
+    with pytest.raises(UnsupportedError, match="triton: it accumulates in fp32, too coarse for float64"):
+        make(torch.float64, "cpu").call("triton")
