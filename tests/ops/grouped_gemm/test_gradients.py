@@ -66,7 +66,7 @@ def test_the_scale_learns(scatter, activation, backend):
 
 def products(function) -> int:
     """Matrix products that run."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         function()
     return sum(event.name in ("aten::mm", "aten::addmm", "aten::bmm") for event in profile.events())
 
@@ -91,7 +91,7 @@ def test_eager_allocates_only_what_is_needed(needs):
     leaves = {n: v.requires_grad_(n == needs) for n, v in problem.inputs().items()}
     out = problem.call("eager", **leaves)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         out.backward(problem.grad)
     peak = max((event.cpu_memory_usage for event in profile.events()), default=0)
     whole = E * N * K_dim * 4

@@ -182,7 +182,7 @@ def test_every_combination_of_requires_grad(wanted: tuple[bool, ...], weight_on:
 
 
 def _count_calls(run: object, name: str) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
     return sum(event.count for event in profile.key_averages() if event.key == name)
 
