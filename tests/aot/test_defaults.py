@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from anabranch import ExpertLayout, dispatch, grouped_gemm, moe_mlp, mrope, multi_gemm, permute, rope, topk_router, unpermute
+from anabranch import (
+    ExpertLayout,
+    dispatch,
+    grouped_gemm,
+    moe_mlp,
+    mrope,
+    multi_gemm,
+    permute,
+    rope,
+    topk_router,
+    unpermute,
+)
 from anabranch.ops.rope.cases import CASES as ROPE
 from anabranch.testing.aot import SHARED_MEMORY, compiling
 
@@ -47,7 +58,9 @@ def backward(*outs):
 def make_grouped_gemm(dtype, full):
     E, K, N, K_dim = 4, 2, 512, 256
 
-    def call(rows, *, gather=False, scatter=False, bias=False, scale=False, odd=False, tr=False, n=N, **options):
+    def call(
+        rows, *, gather=False, scatter=False, bias=False, scale=False, odd=False, tr=False, n=N, **options
+    ):
         T = rows * E // K
         layout = ExpertLayout.from_topk(torch.zeros(T, K, dtype=torch.int64), E)
         weight = empty(E, K_dim, n, dtype=dtype, odd=odd) if tr else empty(E, n, K_dim, dtype=dtype, odd=odd)
@@ -119,7 +132,11 @@ def make_moe_mlp(dtype, full):
 def make_multi_gemm(dtype, full):
     def call(sizes, odd=False, **flags):
         xs = [empty(m, k, dtype=dtype, odd=odd) for m, _, k in sizes]
-        backward(*multi_gemm(xs, [empty(n, k, dtype=dtype, odd=odd) for _, n, k in sizes], backend="triton", **flags))
+        backward(
+            *multi_gemm(
+                xs, [empty(n, k, dtype=dtype, odd=odd) for _, n, k in sizes], backend="triton", **flags
+            )
+        )
 
     call([(512, 2048, 1024), (256, 4096, 1024)])
     call([(4096, 4096, 256), (2048, 4096, 256)])
@@ -135,7 +152,11 @@ def make_permute(dtype, full):
         layout = ExpertLayout.from_topk(torch.zeros(64, K, dtype=torch.int64), 32)
         rows = permute(empty(64, 2048, dtype=dtype), layout, backend="triton")
         backward(rows)
-        backward(unpermute(empty(*rows.shape, dtype=dtype), layout, empty(64, K, dtype=torch.float32), backend="triton"))
+        backward(
+            unpermute(
+                empty(*rows.shape, dtype=dtype), layout, empty(64, K, dtype=torch.float32), backend="triton"
+            )
+        )
         backward(unpermute(empty(*rows.shape, dtype=dtype, odd=True), layout, backend="triton"))
 
 
@@ -162,7 +183,9 @@ def make_route(dtype, full):
 
 @maker
 def make_topk_router(dtype, full):
-    deepseek = dict(score="sigmoid", renormalize=True, bias=torch.empty(256), num_groups=8, top_groups=4, scaling=2.5)
+    deepseek = dict(
+        score="sigmoid", renormalize=True, bias=torch.empty(256), num_groups=8, top_groups=4, scaling=2.5
+    )
     for T, E, K, options in (
         (16384, 128, 8, dict(renormalize=True)),
         (16384, 256, 8, deepseek),
@@ -195,7 +218,11 @@ def backends_of(op):
 
 
 def kernels_of(op):
-    return {name for path in backends_of(op) for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)}
+    return {
+        name
+        for path in backends_of(op)
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M)
+    }
 
 
 def test_every_op_has_a_maker():
@@ -211,7 +238,9 @@ def tf32(dtype):
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.parametrize(("op", "dtype", "arch"), RUNS, ids=[f"{op}-{dtype}-{arch}" for op, dtype, arch in RUNS])
+@pytest.mark.parametrize(
+    ("op", "dtype", "arch"), RUNS, ids=[f"{op}-{dtype}-{arch}" for op, dtype, arch in RUNS]
+)
 def test_default(op, dtype, arch, monkeypatch, record_property, tf32):
     monkeypatch.setattr(dispatch, "probe", lambda backend, device: None)
     full = dtype == "bf16" and arch != 86
@@ -219,7 +248,9 @@ def test_default(op, dtype, arch, monkeypatch, record_property, tf32):
         OPS[op](DTYPES[dtype], full)
     record_property("kernels", json.dumps([row(kernel) for kernel in found]))
     assert kernels_of(op) <= {kernel.name for kernel in found}
-    limit = min(SHARED_MEMORY[arch], SHARED_MEMORY[86] if arch == 80 and op in ("grouped_gemm", "moe_mlp") else 2**30)
+    limit = min(
+        SHARED_MEMORY[arch], SHARED_MEMORY[86] if arch == 80 and op in ("grouped_gemm", "moe_mlp") else 2**30
+    )
     wrong = [row(k) for k in found if k.spilled_bytes or k.shared_bytes > limit]
     assert not wrong, "\n".join(map(str, wrong))
     if isinstance(arch, int):

@@ -18,7 +18,12 @@ from anabranch.testing.aot import SHARED_MEMORY, compiling
 pytestmark = [pytest.mark.no_poison, pytest.mark.slow]
 
 SAMPLE = 8
-KINDS = {tiles.FORWARD: "gelu", tiles.GATED: "swiglu", tiles.INTERLEAVED: "gpt_oss", tiles.WEIGHT_GRADIENT: None}
+KINDS = {
+    tiles.FORWARD: "gelu",
+    tiles.GATED: "swiglu",
+    tiles.INTERLEAVED: "gpt_oss",
+    tiles.WEIGHT_GRADIENT: None,
+}
 RUNS = [
     (kind, dtype, arch)
     for arch in (80, 86, 90, 100, "gfx942")

@@ -120,6 +120,15 @@ def test_unknown_case(bench):
     assert result.stderr == "anabranch: there is no case 'huge'; there are cpu\n"
 
 
+def test_out_cannot_be_a_file(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "medians", None)  # found out before anything is timed
+    (tmp_path / "out").write_text("mine")
+    result = bench()
+    assert result.exit_code == 1
+    assert result.stderr == f"anabranch: cannot write {tmp_path / 'out/bench.json'}: File exists\n"
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_medians_are_interleaved():
     order = []
     runs = {name: lambda name=name: order.append(name) for name in "abc"}

@@ -64,14 +64,14 @@ def test_what_is_not_text_is_left_out(tmp_path, monkeypatch):
     )
     write(tmp_path, **{".git__x": b"x" * 3000, "__pycache__".replace("__", "_") + "__y": b"y" * 30})
     (tmp_path / "d").chmod(0)
-    read_bytes = type(tmp_path).read_bytes
+    plain = type(tmp_path).open
 
-    def refuse(path):  # whoever runs the tests may be allowed to read anything
+    def refuse(path, mode):  # whoever runs the tests may be allowed to read anything
         if path.name == "d":
             raise PermissionError(13, "Permission denied")
-        return read_bytes(path)
+        return plain(path, mode)
 
-    monkeypatch.setattr(type(tmp_path), "read_bytes", refuse)
+    monkeypatch.setattr(type(tmp_path), "open", refuse)
     corpus = load_corpus(tmp_path, 32)
     seen = set(as_bytes(corpus.train) + as_bytes(corpus.validation))
     assert seen == set(b"afy\n")
@@ -116,6 +116,24 @@ def test_nothing_there(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(Failure, match="is not a text file"):
         load_corpus(tmp_path / "pipe", 32)
+
+
+def test_links_in_a_circle_are_left_out(tmp_path):
+    write(tmp_path, a=b"words " * 4000)
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "nowhere").symlink_to("missing")
+    (tmp_path / "again").symlink_to(".")
+    assert load_corpus(tmp_path, 32).files == 1
+
+
+def test_only_the_start_of_a_large_file_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "TRAIN_CAP", 20_000)
+    monkeypatch.setattr(data, "VALIDATION_CAP", 1_000)
+    write(tmp_path, large=b"words " * 4000)
+    os.truncate(tmp_path / "large", 1 << 42)  # more than fits into memory, and than lies on the disk
+    for place in (tmp_path, tmp_path / "large"):
+        corpus = load_corpus(place, 32)
+        assert as_bytes(corpus.train) + as_bytes(corpus.validation) == (b"words " * 4000)[:21_000]
 
 
 def test_batches_follow_from_seed_and_step():

@@ -91,6 +91,16 @@ def test_steps_fit_the_time(demo, tmp_path):
     assert int(re.search(r"(\d+) steps, as one takes", result.stdout).group(1)) >= 20
 
 
+def test_all_the_time_there_is(demo, monkeypatch):
+    monkeypatch.setattr(command.Trainer, "run", lambda *rest: False)
+    result = demo("--seconds", "inf")
+    assert f"{SMALLEST.max_steps} steps, as one takes" in result.stdout
+
+
+def test_more_threads_than_any_processor_has(demo):
+    assert demo("--threads", 10**12).exit_code == 2
+
+
 def test_resume_is_bit_for_bit(demo, tmp_path, monkeypatch):
     assert demo("--steps", 6, out="whole").exit_code == 0
     with monkeypatch.context() as patch:
@@ -148,8 +158,11 @@ def flip_last_byte(data):
         (flip_last_byte, "do not match its digest"),
         (lambda data: data.replace(b'\\"format\\": 1', b'\\"format\\": 7'), "another version"),
         (lambda data: data.replace(b"anabranch.demo", b"anabranch.dema"), "not a checkpoint of the demo"),
+        (lambda data: data.replace(b'\\"step\\": 1', b'\\"step\\": 0'), "do not match its digest"),
+        (lambda data: data.replace(b'\\"heads\\": 2', b'\\"heads\\": 0'), "do not match its digest"),
+        (lambda data: re.sub(rb'"\{.*\}"', lambda m: b'"[]"'.ljust(len(m[0])), data), "is damaged"),
     ],
-    ids=["half", "header", "empty", "noise", "one bit", "format", "key"],
+    ids=["half", "header", "empty", "noise", "one bit", "format", "key", "step", "heads", "list"],
 )
 def test_corrupt_checkpoint(demo, tmp_path, damage, message):
     assert demo("--steps", 1).exit_code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,13 @@ def test_process(start):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert all(command in output for command in ("demo", "doctor", "bench"))
+
+
+def test_output_of_any_encoding(monkeypatch):
+    """What a terminal cannot show, such as the demo's sample, becomes question marks."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", ["anabranch", "doctor"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr("anabranch.cli.app.app", lambda: print("\N{REPLACEMENT CHARACTER}", flush=True))
+    cli.main()
+    assert raw.getvalue() == b"?\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import sys
 
@@ -16,6 +17,8 @@ def main() -> None:
     if missing:
         print(f'anabranch: {", ".join(missing)} missing: pip install "anabranch[cli]"', file=sys.stderr)
         raise SystemExit(1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # text to show may hold what a terminal's encoding lacks
     if sys.argv[1:2] in (["demo"], ["bench"]):
         _wait_asleep()
     from anabranch.cli.app import app

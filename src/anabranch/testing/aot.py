@@ -111,7 +111,9 @@ def compiling(arch: int | str) -> Iterator[list[Compiled]]:
 def resources(asm: dict[str, Any]) -> tuple[int | None, int | None]:
     """(registers a thread, bytes spilled) of a compiled kernel; None where they cannot be read."""
     if "amdgcn" in asm:
-        registers, spills = (re.search(rf"\.{word}:\s*(\d+)", asm["amdgcn"]) for word in ("vgpr_count", "vgpr_spill_count"))
+        registers, spills = (
+            re.search(rf"\.{word}:\s*(\d+)", asm["amdgcn"]) for word in ("vgpr_count", "vgpr_spill_count")
+        )
         return int(registers[1]) if registers else None, 4 * int(spills[1]) if spills else None
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     found = str(tool) if tool.exists() else shutil.which("cuobjdump")

@@ -46,7 +46,7 @@ def test_what_is_chosen_is_legal(capability, limit):
                 assert tiles.legal(config, dtype, limit, kind, capability) is None
 
 
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_hopper_gets_the_measured_tiles(dtype):
     limit = 232_448
     assert tiles.heuristic(1024, dtype, limit) == BEST
@@ -98,7 +98,10 @@ def test_before_hopper_results_need_no_memory_of_their_own():
         (dict(group_m=0), "group_m = 0 is below 1"),
         (dict(num_stages=5), "it needs 281248 bytes of shared memory, the device has 232448"),
         (dict(num_warps=4), "its accumulator needs 256 registers a thread of 4 warps, more than 128"),
-        (dict(num_warps=16, block_n=512, num_stages=1), "its accumulator needs 128 registers a thread of 16 warps"),
+        (
+            dict(num_warps=16, block_n=512, num_stages=1),
+            "its accumulator needs 128 registers a thread of 16 warps",
+        ),
     ],
 )
 def test_what_is_illegal(change, reason):

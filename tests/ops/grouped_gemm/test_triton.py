@@ -183,7 +183,11 @@ def test_every_memory_layout(layout, on_hopper, request):
         request.getfixturevalue("hopper")
     problem = make(torch.float32, "cpu", routing(9, 4, 2, "even"), flags=FULL, **ALIGNED)
     for name in ("x", "weight", "grad", "scale"):
-        solve("triton", problem.with_inputs(**{name: strided(getattr(problem, name), layout)}), f"{name} {layout}")
+        solve(
+            "triton",
+            problem.with_inputs(**{name: strided(getattr(problem, name), layout)}),
+            f"{name} {layout}",
+        )
 
 
 def test_holes_among_an_experts_rows():
@@ -205,7 +209,9 @@ def test_holes_among_an_experts_rows():
     assert torch.equal(actual["out"][hole], torch.zeros_like(actual["out"][hole]))
     assert actual["scale"].view(-1)[slot] == 0
     for name, value in actual.items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_tf32_only_where_it_is_allowed():

@@ -105,7 +105,9 @@ def test_the_accelerators_paths(hopper, name, dtype):
     check(ALIGNED[name], *make(ALIGNED[name], dtype))
 
 
-@pytest.mark.parametrize("layout", ["transposed", "offset", "padded", "every_second", "expanded", "expanded_columns"])
+@pytest.mark.parametrize(
+    "layout", ["transposed", "offset", "padded", "every_second", "expanded", "expanded_columns"]
+)
 @pytest.mark.parametrize("which", ["x", "gate_up", "down", "expert_weights", "grad"])
 def test_any_strides(which, layout):
     case = Case(7, 6, 4, 3, 2, bias=True)

@@ -102,7 +102,7 @@ def _read(root: Path, pattern: str) -> tuple[list[bytes], int]:
 
 def _read_start(path: Path, most: int) -> bytes:
     """What a file holds, up to a number of bytes; it may be larger than memory."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return file.read(most)
 
 

@@ -22,6 +22,7 @@ ELEMENTWISE, COPIED, TMA = 0, 1, 2
 """How tiles are loaded and stored: element by element, because of odd strides or addresses, with an address in
 registers for each; in vectors of 16 bytes; by the tensor memory accelerator (but for a gathered x)."""
 HOPPER = (9, 0)
+_IDENTITY = Identity()
 DEPTH = 32
 """The shallowest step that a shortage of shared memory leads to: a matrix instruction or two."""
 
@@ -106,16 +107,22 @@ def shared_memory(
     depth, rows, columns = _roles(config, weight)
     step = depth * (rows + columns) * dtype.itemsize
     own = 4 * config.block_m * config.num_stages + 32 * config.num_stages  # slots of rows, and barriers
+    result = rows * columns * dtype.itemsize
+    flatten = config.flatten and not weight  # then operands are in flight while results go out
     if capability < HOPPER:
-        return max(max(config.num_stages - 1, 1) * step, rows * columns * dtype.itemsize) + own
+        operands = max(config.num_stages - 1, 1) * step
+        return (operands + result if flatten else max(operands, result)) + own
     # Wide tiles are stored in halves. What differs in width has memory of its own, as the output behind an
-    # interleaved gate has beside h; and in a flattened loop, so has every store.
-    halved = 128 if columns > 128 else columns
-    widths = {FORWARD: halved, GATED: min(columns // 2, 128), INTERLEAVED: max(halved, columns * 3 // 2)}
-    if columns > 128:
-        widths[INTERLEAVED] = 128
-    stores = columns if weight else widths[kind] * (2 if config.flatten else 1)
-    return config.num_stages * step + rows * stores * dtype.itemsize + own
+    # interleaved gate has beside h; and in a flattened loop so has what goes out through registers, which is all
+    # of it where warps share rows and their columns have to be parted.
+    if weight:
+        return config.num_stages * step + result + own
+    wide = columns > 128
+    width = {FORWARD: columns, GATED: columns // 2, INTERLEAVED: columns if wide else columns * 3 // 2}[kind]
+    width = min(width, 128) if wide else width
+    if flatten:
+        width += columns if wide and rows < 16 * config.num_warps else width
+    return config.num_stages * step + rows * width * dtype.itemsize + own
 
 
 def _roles(config: GroupedGemmConfig, weight: bool) -> tuple[int, int, int]:
@@ -162,7 +169,7 @@ def heuristic(
     limit: int,
     kind: str = FORWARD,
     *,
-    epilogue: Epilogue = Identity(),
+    epilogue: Epilogue = _IDENTITY,
     pointers: int = 0,
     capability: tuple[int, int] = HOPPER,
     precision: str = "ieee",
@@ -274,6 +281,8 @@ def search_space(
     precision: str = "ieee",
 ) -> list[GroupedGemmConfig]:
     """What a tuner may try: legal, and neither the accumulator nor the steps in flight too small to be fast."""
+    tiles: tuple[tuple[int, int, int], ...]
+    steps: tuple[tuple[int, int], ...]
     if dtype == torch.float32 and precision == "ieee":
         tiles = ((16, 64, 4), (32, 64, 4), (64, 64, 4), (64, 64, 8), (64, 128, 8), (128, 64, 8))
         steps = ((16, 2), (16, 3), (32, 2), (32, 3))
@@ -294,6 +303,8 @@ def search_space(
                     config = Config(depth, rows, columns, warps, stages, flatten=flatten)
                 else:
                     config = Config(rows, columns, depth, warps, stages, flatten=flatten)
-                if (kind != WEIGHT_GRADIENT or rows >= 64) and legal(config, dtype, limit, kind, capability) is None:
+                if (kind != WEIGHT_GRADIENT or rows >= 64) and legal(
+                    config, dtype, limit, kind, capability
+                ) is None:
                     found.append(config)
     return found

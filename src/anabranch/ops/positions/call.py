@@ -177,7 +177,7 @@ def _seconds(op: str, seconds: object, videos: list[Grid], tokens_per_second: fl
         for value in seconds:
             if not isinstance(value, Real) or isinstance(value, bool):
                 raise ArgumentTypeError(op, argument, expected=expected, got=f"an entry {value!r}")
-            if _is_int(value) and not -(2**63) <= value < 2**63:
+            if isinstance(value, Integral) and not -(2**63) <= int(value) < 2**63:
                 raise ArgumentError(op, argument, expected="seconds that fit int64", got=value)
         whole = all(_is_int(value) for value in seconds)
         seconds = torch.tensor(seconds, dtype=torch.int64 if whole else torch.float32, device=HOST)

@@ -216,7 +216,9 @@ def pre_activation_gradient(
         return
     code = device_code(epilogue)
     assert code is not None
-    block_n = min(128 if epilogue.columns == 2 else 256, triton.next_power_of_2(max(columns, 16)))
+    # Behind a gate there are three columns of the result for each: half as many at once.
+    most = 256 if epilogue.columns == 1 else 256 // grad.element_size()
+    block_n = min(most, triton.next_power_of_2(max(columns, 16)))
     erf = isinstance(epilogue, (Gelu, Geglu))  # takes many registers
     with on.current(grad.device):
         kernels.pre_activation_gradient_kernel[(triton.cdiv(rows, 8),)](
