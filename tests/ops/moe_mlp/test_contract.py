@@ -96,7 +96,11 @@ def test_the_weight_layout_is_what_the_caller_says_where_the_first_fits_both() -
     """2 I = H with a gate: gate_up is square."""
     i, j = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
     up, down = ((i - 2 * j) / 16).double().expand(2, 16, 16), randn(2, 16, 8, dtype=torch.float64)
-    x, ids, w = randn(5, 16, dtype=torch.float64), torch.tensor([[0, 1]]).expand(5, 2), torch.full((5, 2), 0.5)
+    x, ids, w = (
+        randn(5, 16, dtype=torch.float64),
+        torch.tensor([[0, 1]]).expand(5, 2),
+        torch.full((5, 2), 0.5),
+    )
     torch.testing.assert_close(moe_mlp(x, up, down, ids, w), oracle(x, up, down, ids, w))
     transposed = moe_mlp(x, up, down.mT, ids, w, transpose_weight=True)
     torch.testing.assert_close(transposed, oracle(x, up.mT, down, ids, w))
