@@ -17,7 +17,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 # Interpreted on the CPU, which is set before Triton is imported: a run of its own.
-INTERPRETED := $(wildcard tests/ops/*/test_triton.py)
+INTERPRETED := $(wildcard tests/ops/*/test_triton.py tests/ops/*/test_tuned.py)
 DOCS := tests/repo/test_readme.py tests/repo/test_docs_snippets.py
 
 export TEXT STEPS

@@ -26,8 +26,9 @@ def num_sms(device: torch.device) -> int:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; (0, 0) where kernels are interpreted."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    """Compute capability; (0, 0) where kernels are interpreted, and on AMD, which numbers its GPUs otherwise."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
 
 
 @cache
