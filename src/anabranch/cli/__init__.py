@@ -19,7 +19,7 @@ def main() -> None:
         raise SystemExit(1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # text to show may hold what a terminal's encoding lacks
-    if sys.argv[1:2] in (["demo"], ["bench"]):
+    if sys.argv[1:2] == ["demo"]:
         _wait_asleep()
     from anabranch.cli.app import app
 
@@ -30,7 +30,8 @@ def _wait_asleep() -> None:
     """Starts over with OpenMP threads that sleep while they wait, unless the user chose how they do.
 
     By default they spin. On cores that other programs use as well, the threads spun for are then kept from
-    running: a training step on two busy cores took eight times as long. torch reads this while it is loaded.
+    running: a training step on two busy cores took eight times as long, against a quarter more on idle ones.
+    torch reads this while it is loaded. A benchmark keeps the default, which is what a user's program has.
     """
     if "OMP_WAIT_POLICY" not in os.environ and sys.platform == "linux":
         os.environ["OMP_WAIT_POLICY"] = "passive"
