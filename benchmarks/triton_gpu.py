@@ -2,7 +2,8 @@
 
     PYTHONPATH=src python benchmarks/triton_gpu.py [--out results.json]
 
-Refuses to time what is wrong. Times are medians; kernels that are short beside a launch are timed under a CUDA graph.
+Checks every operation it times, and times nothing if one is wrong. Times are medians; kernels that are short beside a
+launch are timed under a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import anabranch as ab
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, TOKEN
 from anabranch.ops.grouped_gemm.backends.triton.launch import gemm, weight_gradient
 from anabranch.ops.moe_mlp.cases import BENCHMARKS, Case
+from anabranch.ops.route.reference import layout_from_topk
 from anabranch.testing import routing
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -61,15 +63,52 @@ def randn(*shape: int, grad: bool = False) -> torch.Tensor:
 
 
 def relative(actual: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((actual.double() - truth.double()).norm() / truth.double().norm())
+    actual, truth = actual.detach().double(), truth.detach().double()
+    return float((actual - truth).norm() / truth.norm())
 
 
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.grouped_mm(a, b, offs=offsets)
 
 
+def check_others() -> dict[str, float]:
+    """The largest relative error of each other operation against the eager backend in fp64."""
+    T, H, E, K = 300, 264, 9, 4
+    ids, w = routing(T, E, K, "zipf", dropped=0.1).to(DEVICE), torch.rand(T, K, device=DEVICE)
+    layout, x, y, weight = ab.ExpertLayout.from_topk(ids, E), randn(T, H), randn(T * K, H), randn(E, 2 * H, H)
+    q, k, angle = randn(2, 8, 64, 128), randn(2, 2, 64, 128), torch.rand(3, 2, 64, 64, device=DEVICE) * 6
+    cos, sin = angle.cos().repeat(1, 1, 1, 2), angle.sin().repeat(1, 1, 1, 2)
+    calls = {
+        "grouped_gemm": (
+            ab.grouped_gemm,
+            (x, weight, layout),
+            {"gather": True, "activation": "swiglu", "scale": w},
+        ),
+        "permute": (ab.permute, (x, layout), {}),
+        "unpermute": (ab.unpermute, (y, layout, w), {}),
+        "rope": (ab.rope, (q, k, cos[0], sin[0]), {}),
+        "mrope": (ab.mrope, (q, k, cos, sin, [16, 24, 24]), {}),
+        "dual_gemm": (ab.dual_gemm, (x, y, weight[0], randn(40, H)), {}),
+    }
+    # A wrong layout would make both sides of the others wrong alike.
+    plain, fields = layout_from_topk(ids, E), ("counts", "offsets", "row_to_slot", "slot_to_row")
+    same = all(torch.equal(getattr(layout, field), getattr(plain, field)) for field in fields)
+    errors = {"routing": 0.0 if same else 1.0}
+    for name, (run, arguments, options) in calls.items():
+        wide = [v.double() if isinstance(v, torch.Tensor) else v for v in arguments]
+        found, expected = run(*arguments, **options), run(*wide, **options, backend="eager")
+        if isinstance(found, torch.Tensor):
+            found, expected = (found,), (expected,)
+        errors[name] = max(relative(a, b) for a, b in zip(found, expected, strict=True))
+    return errors
+
+
 def check() -> None:
-    """moe_mlp and its gradients in bf16 against fp64; exits on red."""
+    """Every operation in bf16 against fp64, moe_mlp with its gradients; exits on red."""
+    others = check_others()
+    print("relative errors:", {name: f"{error:.1e}" for name, error in others.items()})
+    if not all(error < 5e-3 for error in others.values()):
+        sys.exit("an operation is wrong; nothing is timed")
     T, H, I, E, K = 1000, 256, 128, 16, 4  # noqa: E741
     x, up, down = randn(T, H, grad=True), randn(E, 2 * I, H, grad=True), randn(E, H, I, grad=True)
     ids, w = (
