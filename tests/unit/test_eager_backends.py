@@ -96,6 +96,61 @@ def test_a_walk_leaves_out_rows_without_a_slot():
     assert path.slot_to_place.tolist() == [[1, 3], [2, 3], [0, 3]]
 
 
+def check_even(path, layout):
+    """Every row has one place with its slot, and each filler repeats a row of its expert."""
+    offsets, places = layout.offsets.tolist(), path.places_of_rows.tolist()
+    assert len(places) == offsets[-1]
+    assert path.slots[path.places_of_rows].tolist() == layout.row_to_slot[: offsets[-1]].tolist()
+    assert path.rows[path.places_of_rows].tolist() == list(range(offsets[-1]))
+    assert sorted(set(range(path.places)) - set(places)) == path.fillers[:, 0].nonzero()[:, 0].tolist()
+    kept = layout.slot_to_row >= 0
+    assert torch.equal(path.slot_to_place[kept], path.places_of_rows[layout.slot_to_row[kept].long()])
+    assert bool((path.slot_to_place[~kept] == path.places).all())
+    seen = []
+    for block in path.blocks:
+        first, last = block.experts[0][0], block.experts[-1][0]
+        assert (block.rows.start, block.rows.stop) == (offsets[first], offsets[last + 1])
+        assert len(set(block.sizes)) == 1
+        assert block.size <= (1 + walk.FILLERS) * (block.rows.stop - block.rows.start)
+        for expert, i, j in block.experts:
+            rows = path.rows[block.start + i : block.start + j].tolist()
+            assert sorted(set(rows)) == list(range(offsets[expert], offsets[expert + 1]))
+            seen.append(expert)
+    assert seen == [e for e in range(layout.num_experts) if offsets[e] < offsets[e + 1]]
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["even", "random", "every_other", "empty_last", "duplicates"])
+def test_even_blocks(kind, dropped):
+    layout = ExpertLayout.from_topk(routing(300, 8, 3, kind, dropped=dropped), 8)
+    path = walk.Walk.of(layout, walk.BLOCK // 300, even=True)
+    assert path.fillers is not None
+    assert path.idle == (layout.counts == 0).nonzero()[:, 0].tolist()
+    check_even(path, layout)
+
+
+def test_uneven_counts_have_no_even_blocks():
+    ids = torch.repeat_interleave(torch.arange(12), 2 ** torch.arange(12))[:, None]
+    assert walk.Walk.of(ExpertLayout.from_topk(ids, 12), 1, even=True).fillers is None
+    assert walk.Walk.of(ExpertLayout.from_topk(torch.full((3, 2), -1), 4), 1, even=True).fillers is None
+
+
+def test_fillers_leave_no_trace():
+    """NaN in an expert's last row, which fillers repeat, stays in that row and that expert's gradients."""
+    ids = torch.tensor([[0]] * 9 + [[1]] * 8 + [[2]] * 9)
+    assert walk.Walk.of(ExpertLayout.from_topk(ids, 3), 8, even=True).fillers is not None
+    bf16 = {"dtype": torch.bfloat16}
+    x, gate_up, down = randn(26, 6, **bf16), randn(3, 8, 6, **bf16), randn(3, 6, 4, **bf16)
+    weights = torch.rand(26, 1)
+    weights[3] = torch.nan
+    x[16] = torch.nan
+    leaves = [v.requires_grad_() for v in (x, gate_up, down, weights)]
+    out = moe_mlp(x, gate_up, down, ids, weights)
+    assert out.isnan().any(1).nonzero()[:, 0].tolist() == [3, 16]
+    for grad in torch.autograd.grad(out, leaves[1:3], torch.ones_like(out)):
+        assert grad.isnan().flatten(1).any(1).tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize("flags", [{}, {"gather": True, "activation": "swiglu"}, {"scatter": True}], ids=str)
 def test_rows_without_a_slot_do_nothing(flags):
     """In the middle of an expert's rows: as if the rows there are had been told alone."""

@@ -60,6 +60,15 @@ def gather(value: Tensor, index: Tensor, out: Tensor) -> Tensor:
     return torch.index_select(whole_rows(value), 0, index, out=out)
 
 
+def batches(value: Tensor) -> bool:
+    """Whether one product of many equally tall matrices is worth the rows that fill up the shorter ones.
+
+    oneDNN deals a batch out to threads matrix by matrix, so that each weight is brought into its order just once.
+    fp32 batches go to MKL (see :func:`matmul_nt`), and fp16 without arithmetic of its own nowhere fast.
+    """
+    return value.device.type == "cpu" and value.dtype == torch.bfloat16 and _ONEDNN
+
+
 @dataclass(frozen=True)
 class Block:
     """Some consecutive experts' places in a walk: ``start:stop``, and (expert, i, j), i:j counted from start."""
@@ -85,9 +94,12 @@ class Block:
 
     def matrices(self, weight: Tensor) -> list[Tensor]:
         """The experts' matrices in an (E, ...) tensor. Cutting all at once costs a fraction of one by one."""
-        first, last = self.experts[0][0], self.experts[-1][0]
-        found = weight[first : last + 1].unbind(0)
+        first, found = self.experts[0][0], self.of_experts(weight).unbind(0)
         return [found[e - first] for e, _, _ in self.experts]
+
+    def of_experts(self, value: Tensor) -> Tensor:
+        """The part of an (E, ...) tensor from the first expert to the last."""
+        return value[self.experts[0][0] : self.experts[-1][0] + 1]
 
     def multiply(self, a: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
         """Each expert's rows of ``a`` times its matrix of ``weight`` (E, N, K_dim), plus its row of ``bias``."""
@@ -119,3 +131,29 @@ class Block:
         """The sum of each expert's rows of ``grad`` into its row of ``d_bias``."""
         for e, i, j in self.experts:
             d_bias[e] = grad[i:j].sum(0, dtype=wide(grad.dtype))
+
+
+@dataclass(frozen=True)
+class EvenBlock(Block):
+    """A block of experts that follow on each other and have equally many places, some of them fillers.
+
+    Attributes:
+        rows: the rows that the other places hold.
+    """
+
+    rows: slice
+
+    def multiply(self, a: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+        """As for any block, in one product."""
+        if bias is not None:
+            super().multiply(a, weight, out, bias)
+        else:
+            torch.bmm(self._batch(a), self.of_experts(weight).mT, out=self._batch(out))
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, d_weight: Tensor, transposed: bool) -> None:
+        """As for any block, in one product."""
+        left, right = (x, grad) if transposed else (grad, x)
+        torch.bmm(self._batch(left).mT, self._batch(right), out=self.of_experts(d_weight))
+
+    def _batch(self, value: Tensor) -> Tensor:
+        return value.view(len(self.experts), -1, value.shape[1])

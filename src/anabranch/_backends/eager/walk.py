@@ -10,17 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from anabranch._backends.eager.product import Block
+from anabranch._backends.eager.product import Block, EvenBlock
 from anabranch.layout import ExpertLayout
 from anabranch.ops.precision import wide
 
 BLOCK = 2**18
 """Elements of pre-activation in a block: large enough to outweigh the calls, small enough for the cache."""
+FILLERS = 1 / 6
+"""Fillers in an even block, at most, beside each row."""
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The rows that have a slot, in expert order; a row's place is its number among them.
+    """The rows that have a slot, in expert order; a row's place is its number among them and the fillers.
+
+    A filler repeats its expert's last row: it brings in no number that is not there anyway. What comes of it is
+    nobody's.
 
     Attributes:
         blocks: cut at experts.
@@ -29,6 +34,8 @@ class Walk:
         rows: (places,) row of each, or None where place and row are the same.
         slot_to_place: (T, K); the number of places where a slot is dropped.
         idle: experts without a row.
+        fillers: (places, 1) bool, or None where there is none.
+        places_of_rows: the place of each row; None unless there are fillers.
     """
 
     blocks: list[Block]
@@ -37,10 +44,15 @@ class Walk:
     rows: Tensor | None
     slot_to_place: Tensor
     idle: list[int]
+    fillers: Tensor | None = None
+    places_of_rows: Tensor | None = None
 
     @classmethod
-    def of(cls, layout: ExpertLayout, width: int) -> Walk:
-        """Through a layout, in blocks for ``width`` columns. Reads the offsets on the host."""
+    def of(cls, layout: ExpertLayout, width: int, even: bool = False) -> Walk:
+        """Through a layout, in blocks for ``width`` columns; even ones where asked for, if the counts allow.
+
+        Reads the offsets on the host.
+        """
         assert layout.offsets is not None
         offsets, rows = layout.offsets.tolist(), None
         slots = layout.row_to_slot[: offsets[-1]]
@@ -54,9 +66,29 @@ class Walk:
             inverse = inverse.view(layout.slot_to_row.shape)
         if places < inverse.numel():
             inverse = torch.where(inverse < 0, places, inverse)
-        blocks = list(_blocks(offsets, max(1, BLOCK // max(1, width))))
+        size = max(1, BLOCK // max(1, width))
         idle = [e for e, (start, stop) in enumerate(pairwise(offsets)) if start == stop]
-        return cls(blocks, slots, slots // max(1, layout.top_k), rows, inverse, idle)
+        walk = cls(list(_blocks(offsets, size)), slots, slots // max(1, layout.top_k), rows, inverse, idle)
+        return walk._evened(offsets, size) if even and rows is None else walk
+
+    def _evened(self, offsets: list[int], size: int) -> Walk:
+        """This walk, in which rows are places, with fillers; itself if the counts differ too much."""
+        blocks = list(_even_blocks(offsets, size))
+        # Many blocks of an expert or two cost more than their products gain.
+        if not blocks or len(blocks) > 2 * len(self.blocks):
+            return self
+        heights = [j - i for block in blocks for _, i, j in block.experts]
+        bounds = [(start, stop) for start, stop in pairwise(offsets) if stop > start]
+        (start, stop), height = torch.tensor(bounds).T, torch.tensor(heights)
+        lead, total = height.cumsum(0) - height, blocks[-1].stop
+        places_of_rows = torch.arange(self.places + 1)
+        places_of_rows[:-1] += torch.repeat_interleave(lead - start, stop - start, output_size=self.places)
+        places_of_rows[-1] = total  # where dropped slots go
+        rows = torch.arange(total) + torch.repeat_interleave(start - lead, height, output_size=total)
+        last = torch.repeat_interleave(stop - 1, height, output_size=total)
+        fillers, rows = (rows > last)[:, None], torch.minimum(rows, last)
+        slots, tokens, inverse = self.slots[rows], self.tokens[rows], places_of_rows[self.slot_to_place]
+        return Walk(blocks, slots, tokens, rows, inverse, self.idle, fillers, places_of_rows[:-1])
 
     @property
     def places(self) -> int:
@@ -65,7 +97,7 @@ class Walk:
 
     @property
     def drops(self) -> bool:
-        """Whether some slot has no place."""
+        """Whether some slot has no place; for walks without fillers."""
         return self.places < self.slot_to_place.numel()
 
     def index(self, block: Block) -> slice | Tensor:
@@ -77,13 +109,18 @@ class Walk:
         return value[self.index(block)]
 
     def put_back(self, part: Tensor, value: Tensor, block: Block) -> None:
-        """Writes to ``value`` what :meth:`of_rows` took, if that was no view."""
-        if self.rows is not None:
+        """Writes a block of a matrix in row order, unless ``part`` is the view of it that :meth:`of_rows` gives."""
+        if isinstance(block, EvenBlock):
+            assert self.places_of_rows is not None
+            torch.index_select(part, 0, self.places_of_rows[block.rows] - block.start, out=value[block.rows])
+        elif self.rows is not None:
             value[self.rows[block.places]] = part
 
     def zero_rest(self, value: Tensor) -> None:
         """Zeroes the rows without a slot of a matrix in row order."""
-        if self.rows is not None:
+        if self.places_of_rows is not None:
+            value[self.places_of_rows.shape[0] :].zero_()
+        elif self.rows is not None:
             value.zero_()
         else:
             value[self.places :].zero_()
@@ -161,3 +198,25 @@ def _blocks(offsets: list[int], rows: int) -> Iterator[Block]:
             first, experts = stop, []
     if experts:
         yield Block(first, offsets[-1], experts)
+
+
+def _even_blocks(offsets: list[int], rows: int) -> Iterator[EvenBlock]:
+    """Experts that follow on each other, each with places for the tallest's rows, as long as few are fillers.
+
+    A block ends at an expert without rows, which has none to fill up with, and at ``rows`` rows as :func:`_blocks` has it.
+    """
+    counts = [stop - start for start, stop in pairwise(offsets)]
+    place, first = 0, 0
+    while first < len(counts):
+        last, height, total = first, counts[first], counts[first]
+        while total and total < rows and last + 1 < len(counts) and counts[last + 1]:
+            taller = max(height, counts[last + 1])
+            if taller * (last + 2 - first) > (1 + FILLERS) * (total + counts[last + 1]):
+                break
+            last, height, total = last + 1, taller, total + counts[last + 1]
+        if total:
+            experts = [(e, (e - first) * height, (e - first + 1) * height) for e in range(first, last + 1)]
+            stop = place + height * len(experts)
+            yield EvenBlock(place, stop, experts, slice(offsets[first], offsets[last + 1]))
+            place = stop
+        first = last + 1

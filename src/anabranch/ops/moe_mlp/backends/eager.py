@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anabranch._backends.eager.product import Block, gather, matmul_nt
+from anabranch._backends.eager.product import Block, batches, gather, matmul_nt
 from anabranch._backends.eager.walk import Scratch, Walk
 from anabranch.ops.moe_mlp.call import MoeMlpCall
 from anabranch.ops.precision import wide
@@ -29,7 +29,8 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
     y = walk.new_places(call.x, call.x.shape[1])
     for block in walk.blocks:
         w = work.weights[block.places]
-        rounded = work.scratch("z", block, call.gate_up_nk.shape[1]) if h is None else walk.of_rows(h, block)
+        in_place = h is not None and walk.rows is None
+        rounded = h[block.places] if in_place else work.scratch("z", block, call.gate_up_nk.shape[1])
         z = work.scratch.wide("wide z", block, rounded)
         block.multiply_wide(work.inputs(block), call.gate_up_nk, rounded, z, call.gate_up_bias)
         if h is not None:
@@ -62,10 +63,13 @@ class _Work:
         assert call.layout is not None
         acc = wide(call.dtype)
         self.call = call
-        self.walk = Walk.of(call.layout, call.gate_up_nk.shape[1])
+        self.on_output = call.weight_on == "output"
+        # Fillers weigh nothing, so no gradient comes of them; on the input a weight leaves the bias and f(0).
+        self.walk = Walk.of(call.layout, call.gate_up_nk.shape[1], even=batches(call.x) and self.on_output)
         self.scratch = Scratch(self.walk, call.x)
         self.weights = call.expert_weights.reshape(-1, 1).index_select(0, self.walk.slots).to(acc)
-        self.on_output = call.weight_on == "output"
+        if self.walk.fillers is not None:
+            self.weights.masked_fill_(self.walk.fillers, 0)
         self.half = call.dtype != acc
 
     def rows_of(self, value: Tensor, block: Block, name: str) -> Tensor:
