@@ -6,16 +6,13 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from anabranch.errors import ArgumentError, UnsupportedError
-from anabranch.ops.checks import autocasts
 
 ORDER = ("hopper", "triton", "eager")
 """Backends in the order that ``backend=None`` tries them."""
@@ -32,15 +29,17 @@ class Call(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
+    @property
+    def backend(self) -> str | None: ...
 
-@dataclass(frozen=True)
-class Choice:
+
+class Choice(NamedTuple):
     """The backend that serves a call, and why each one tried before it does not."""
 
     op: str
     backend: str
     module: ModuleType
-    refusals: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, str]
 
 
 def check_name(op: str, backend: str | None) -> None:
@@ -62,6 +61,12 @@ def _module(op: str, backend: str) -> ModuleType | None:
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    # What an AMD GPU calls its capability may be 9.0 too.
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(index)
+
+
 def probe(backend: str, device: torch.device) -> str | None:
     """Why no operation can run with ``backend`` on ``device``, or None if that is possible."""
     if backend in ("eager", "reference"):
@@ -72,7 +77,9 @@ def probe(backend: str, device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"it runs on CUDA tensors, not on {device.type}"
-    if backend == "hopper" and torch.cuda.get_device_capability(device) != (9, 0):
+    if backend != "hopper":
+        return None
+    if _capability(torch.cuda.current_device() if device.index is None else device.index) != (9, 0):
         return "it needs a GPU of compute capability 9.0"
     return None
 
@@ -95,16 +102,16 @@ def _refusal(op: str, call: Call, backend: str) -> str | None:
     return supports(call)
 
 
-def choose(op: str, call: Call, backend: str | None) -> Choice:
+def choose(op: str, call: Call) -> Choice:
     """The backend for a call: the one named, or the first of :data:`ORDER` that can serve it.
 
     Raises:
         UnsupportedError: the backend named cannot serve the call, or none can; the message has every reason.
     """
     refusals: dict[str, str] = {}
-    for name in ORDER if backend is None else (backend,):
+    for name in ORDER if call.backend is None else (call.backend,):
         reason = _refusal(op, call, name)
-        if reason is None and backend is None and name != "eager" and call.device.type == "cpu":
+        if reason is None and call.backend is None and name != "eager" and call.device.type == "cpu":
             reason = "on the CPU its kernels are interpreted, which has to be asked for by name"
         if reason is None:
             module = _module(op, name)
@@ -117,13 +124,6 @@ def choose(op: str, call: Call, backend: str | None) -> Choice:
         expected="a backend that can serve this call",
         got="; ".join(f"{name}: {reason}" for name, reason in refusals.items()),
     )
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside an operator the casts are made already: what it calls must not cast again."""
-    if autocasts(device):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def checks_values() -> bool:

@@ -30,7 +30,15 @@ PACKAGES = {
 }
 """Optional packages, and what needs them."""
 
-SWITCHES = ("ANABRANCH_CHECK_VALUES", "TRITON_INTERPRET", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+SWITCHES = (
+    "ANABRANCH_AUTOTUNE",
+    "ANABRANCH_CACHE_DIR",
+    "ANABRANCH_CHECK_VALUES",
+    "TRITON_INTERPRET",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+)
+"""Environment variables that matter, shown where they are set."""
 
 
 def show_doctor(console: Console) -> None:

@@ -5,7 +5,7 @@
 GptOss(alpha=1.702, limit=5.0)
 """
 
-from anabranch.epilogues.base import Epilogue, Gated, register, resolve
+from anabranch.epilogues.base import Epilogue, Gated, from_spec, register, resolve
 from anabranch.epilogues.clamped_swiglu import ClampedSwiglu
 from anabranch.epilogues.geglu import Geglu
 from anabranch.epilogues.geglu_tanh import GegluTanh
@@ -34,6 +34,7 @@ __all__ = [
     "ReluSquared",
     "Silu",
     "Swiglu",
+    "from_spec",
     "register",
     "resolve",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import ClassVar, TypeVar
 
 from torch import Tensor
@@ -41,7 +42,7 @@ class Epilogue:
 
     @property
     def spec(self) -> str:
-        """The text that :func:`resolve` reads back: ``name`` or ``name(field=value,...)``."""
+        """The text that :func:`resolve` and :func:`from_spec` read back: ``name`` or ``name(field=value,...)``."""
         given = ",".join(f"{p}={float(getattr(self, p))!r}" for p in PARAMETERS[self.name])
         return f"{self.name}({given})" if given else self.name
 
@@ -118,3 +119,9 @@ def resolve(op: str, activation: str | Epilogue | None) -> Epilogue:
                 op, "activation", expected=f"a number for {name}'s {parameter}", got=repr(value)
             ) from None
     return REGISTRY[name](**given)
+
+
+@cache
+def from_spec(spec: str) -> Epilogue:
+    """The epilogue that :attr:`Epilogue.spec` stands for, in an operator: torch.compile traces no cache."""
+    return resolve("from_spec", spec)

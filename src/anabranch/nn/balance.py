@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
+from anabranch.errors import ArgumentTypeError
 from anabranch.layout import ExpertLayout
+from anabranch.nn.router import Routing
 from anabranch.ops import checks
 from anabranch.ops.precision import wide
 from anabranch.ops.topk_router.options import SCORES
 
-if TYPE_CHECKING:
-    from anabranch.nn.router import Routing
-
 
 def expert_counts(routing: Routing) -> Tensor:
-    """(E,) int32, how many tokens chose each expert."""
+    """(E,) int32, how many tokens chose each expert.
+
+    Raises:
+        ArgumentTypeError: not a :class:`anabranch.nn.Routing`.
+    """
+    _check("expert_counts", routing)
     counts = ExpertLayout.from_topk(routing.ids, routing.logits.shape[-1]).counts
     assert counts is not None
     return counts
@@ -34,7 +38,11 @@ def load_balance_loss(routing: Routing, *, score: Literal["softmax", "sigmoid"] 
         routing: of T tokens, from :class:`anabranch.nn.Router`.
         score: ``"softmax"`` of the logits, or ``"sigmoid"`` divided by its sum over E (DeepSeek-V3,
             equations 17 to 20).
+
+    Raises:
+        ArgumentTypeError: not a :class:`anabranch.nn.Routing`.
     """
+    _check("load_balance_loss", routing)
     checks.choice("load_balance_loss", "score", score, SCORES)
     logits = routing.logits
     tokens, experts = logits.shape
@@ -55,3 +63,8 @@ def z_loss(logits: Tensor) -> Tensor:
     """
     checks.tensor("z_loss", "logits", logits, "(T, E)", checks.FLOATS)
     return logits.to(wide(logits.dtype)).logsumexp(-1).square().sum() / max(logits.shape[0], 1)
+
+
+def _check(op: str, routing: object) -> None:
+    if not isinstance(routing, Routing):
+        raise ArgumentTypeError(op, "routing", expected="a Routing", got=type(routing).__name__)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from anabranch.dispatch import check_name
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
 from anabranch.ops.multi_gemm.api import multi_gemm
@@ -27,6 +28,7 @@ class MultiExpertLinear(nn.Module):
         bias: give every expert a bias.
         device: where the parameters live.
         dtype: theirs.
+        backend: a backend's name, which then runs or raises; None takes the first that can serve the call.
     """
 
     def __init__(
@@ -36,8 +38,12 @@ class MultiExpertLinear(nn.Module):
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
     ) -> None:
         super().__init__()
+        check_name("MultiExpertLinear", backend)
+        self.backend = backend
         self.in_features = _sizes("in_features", in_features)
         self.out_features = _sizes("out_features", out_features)
         if len(self.in_features) != len(self.out_features):
@@ -75,7 +81,7 @@ class MultiExpertLinear(nn.Module):
             raise ArgumentError("MultiExpertLinear", "xs", expected=expected, got=len(xs))
         for i, (x, size) in enumerate(zip(xs, self.in_features, strict=True)):
             checks.last_size("MultiExpertLinear", f"xs[{i}]", x, "in", size)
-        ys = multi_gemm([x.reshape(-1, x.shape[-1]) for x in xs], list(self.weights))
+        ys = multi_gemm([x.reshape(-1, x.shape[-1]) for x in xs], list(self.weights), backend=self.backend)
         if self.biases is not None:
             ys = [y + bias.to(y.dtype) for y, bias in zip(ys, self.biases, strict=True)]
         return [y.view(*x.shape[:-1], y.shape[-1]) for x, y in zip(xs, ys, strict=True)]
@@ -83,7 +89,8 @@ class MultiExpertLinear(nn.Module):
     def extra_repr(self) -> str:
         """The arguments."""
         bias = self.biases is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+        backend = "" if self.backend is None else f", backend={self.backend!r}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}{backend}"
 
 
 def _sizes(argument: str, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -8,13 +8,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from anabranch.dispatch import check_name
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
 from anabranch.ops.precision import wide
 from anabranch.ops.rope.api import mrope, rope
 from anabranch.ops.rope.call import PAIRINGS
 from anabranch.ops.rope.operands import check_head_axis, check_positions, check_rotary_dim, check_vectors
-from anabranch.ops.rope.sections import ORDERS, check_sections
+from anabranch.ops.rope.sections import PAIR_ORDERS, check_sections
 
 
 class Rotary(nn.Module):
@@ -35,6 +36,7 @@ class Rotary(nn.Module):
         order: of the sections, ``"blocked"`` (Qwen2-VL) or ``"interleaved"`` (Qwen3-VL).
         rotary_dim: how many channels turn, from the first; None is D. Frequencies are those of rotary_dim.
         head_axis: where q and k have their heads: 1 for (B, H, S, D), 2 for (B, S, H, D).
+        backend: a backend's name, which then runs or raises; None takes the first that can serve the call.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Rotary(nn.Module):
         order: Literal["blocked", "interleaved"] = "blocked",
         rotary_dim: int | None = None,
         head_axis: int = 1,
+        backend: str | None = None,
     ) -> None:
         super().__init__()
         checks.integer("Rotary", "dim", dim, minimum=2)
@@ -56,8 +59,9 @@ class Rotary(nn.Module):
         if not base > 0:
             raise ArgumentError("Rotary", "base", expected="a number above 0", got=base)
         checks.choice("Rotary", "pairing", pairing, PAIRINGS)
-        checks.choice("Rotary", "order", order, ORDERS)
+        checks.choice("Rotary", "order", order, PAIR_ORDERS)
         check_head_axis("Rotary", head_axis)
+        check_name("Rotary", backend)
         if sections is not None:
             sections = check_sections("Rotary", sections, order, rotary_dim // 2)
             if pairing != "half":
@@ -69,6 +73,7 @@ class Rotary(nn.Module):
         self.order = order
         self.rotary_dim = rotary_dim
         self.head_axis = head_axis
+        self.backend = backend
 
     def tables(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """(cos, sin) of integer positions, of shape (*positions.shape, rotary_dim / 2).
@@ -102,7 +107,14 @@ class Rotary(nn.Module):
         cos, sin = self.tables(positions, wide(q.dtype))
         if self.sections is None:
             return rope(
-                q, k, cos, sin, pairing=self.pairing, rotary_dim=self.rotary_dim, head_axis=self.head_axis
+                q,
+                k,
+                cos,
+                sin,
+                pairing=self.pairing,
+                rotary_dim=self.rotary_dim,
+                head_axis=self.head_axis,
+                backend=self.backend,
             )
         return mrope(
             q,
@@ -113,6 +125,7 @@ class Rotary(nn.Module):
             order=self.order,
             rotary_dim=self.rotary_dim,
             head_axis=self.head_axis,
+            backend=self.backend,
         )
 
     def extra_repr(self) -> str:
@@ -123,4 +136,5 @@ class Rotary(nn.Module):
             shown += [f"sections={list(self.sections)}, order={self.order!r}"]
         shown += [f"rotary_dim={self.rotary_dim}"] if self.rotary_dim != self.dim else []
         shown += [f"head_axis={self.head_axis}"] if self.head_axis != 1 else []
+        shown += [f"backend={self.backend!r}"] if self.backend is not None else []
         return ", ".join(shown)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anabranch.dispatch import without_autocast
+from anabranch.dispatch import check_name
 from anabranch.errors import ArgumentError
 from anabranch.ops import checks
-from anabranch.ops.precision import wide
+from anabranch.ops.precision import wide, without_autocast
 from anabranch.ops.topk_router.api import topk_router
 from anabranch.ops.topk_router.options import check_options
 
@@ -48,6 +48,7 @@ class Router(nn.Module):
         top_groups: how many groups a token may choose from.
         scaling: factor of every weight.
         bias: give the linear layer a trained bias.
+        backend: a backend's name, which then runs or raises; None takes the first that can serve the call.
         device: where the parameters live.
         dtype: theirs.
     """
@@ -68,6 +69,7 @@ class Router(nn.Module):
         top_groups: int | None = None,
         scaling: float = 1.0,
         bias: bool = False,
+        backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -85,6 +87,7 @@ class Router(nn.Module):
             scaling=scaling,
             k_name="top_k",
         )
+        check_name("Router", backend)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
@@ -94,6 +97,7 @@ class Router(nn.Module):
         self.num_groups = num_groups
         self.top_groups = top_groups
         self.scaling = scaling
+        self.backend = backend
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
         correction = torch.empty(num_experts, device=device, dtype=torch.float32) if selection_bias else None
@@ -125,6 +129,7 @@ class Router(nn.Module):
             num_groups=self.num_groups,
             top_groups=self.top_groups,
             scaling=self.scaling,
+            backend=self.backend,
         )
         return Routing(weights, ids, logits)
 
@@ -173,4 +178,5 @@ class Router(nn.Module):
             shown += [f"num_groups={self.num_groups}, top_groups={self.top_groups}"]
         shown += [f"scaling={self.scaling}"] if self.scaling != 1 else []
         shown += ["bias=True"] if self.bias is not None else []
+        shown += [f"backend={self.backend!r}"] if self.backend is not None else []
         return ", ".join(shown)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,23 +111,6 @@ def integer(op: str, argument: str, value: object, *, minimum: int) -> None:
         raise ArgumentTypeError(op, argument, expected="an int", got=type(value).__name__)
     if value < minimum:
         raise ArgumentError(op, argument, expected=f"at least {minimum}", got=value)
-
-
-def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for a device. The meta device knows none, and asking for it would raise."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
-
-
-def cast_like_matmul(*values: Any) -> tuple[Any, ...]:
-    """Under autocast, casts floating tensors (but fp64) as torch.matmul's operands are cast."""
-    first = next((v for v in values if isinstance(v, Tensor)), None)
-    if first is None or not autocasts(first.device):
-        return values
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(
-        v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() and v.dtype != torch.float64 else v
-        for v in values
-    )
 
 
 def needs_grad(*values: Tensor | None) -> bool:

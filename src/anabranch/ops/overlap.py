@@ -40,6 +40,10 @@ def overlap(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors share a byte."""
     if first.numel() == 0 or second.numel() == 0 or first.device != second.device:
         return False
+    start, other_start = first.data_ptr(), second.data_ptr()
+    # Most tensors lie apart as a whole, which is quick to see.
+    if start + _reach(first) <= other_start or other_start + _reach(second) <= start:
+        return False
     # Byte i of the first is byte j of the second where sum(i * stride) - sum(j * stride') == distance.
     # Along each stride, i - j lies between these bounds.
     bounds: dict[int, tuple[int, int]] = {}
@@ -50,7 +54,13 @@ def overlap(first: Tensor, second: Tensor) -> bool:
         low, high = bounds.get(stride, (0, 0))
         bounds[stride] = low - (size - 1), high
     steps = sorted(((stride, low, high) for stride, (low, high) in bounds.items()), reverse=True)
-    return _reaches(steps, second.data_ptr() - first.data_ptr(), [BUDGET])
+    return _reaches(steps, other_start - start, [BUDGET])
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from the first to the end of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def _bytes(tensor: Tensor) -> Iterator[tuple[int, int]]:

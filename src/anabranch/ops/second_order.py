@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
-from torch.library import CustomOpDef  # type: ignore[attr-defined]
+from torch.autograd import forward_ad
 
 from anabranch.errors import UnsupportedError
 
 
-def refuse_second_derivative(operator: CustomOpDef, op: str) -> None:
-    """Makes differentiating through a backward operator (create_graph=True) raise with the way out."""
+def refuse_second_derivative(op: str) -> Callable[..., NoReturn]:
+    """What makes differentiating through a backward operator (create_graph=True) raise with the way out."""
 
-    def refuse(ctx: Any, *grads: Any) -> None:
+    def refuse(ctx: Any, *grads: Any) -> NoReturn:
         raise UnsupportedError(
             op,
             "create_graph",
@@ -23,15 +23,15 @@ def refuse_second_derivative(operator: CustomOpDef, op: str) -> None:
             got="a second one",
         )
 
-    operator.register_autograd(refuse)
+    return refuse
 
 
 def refuse_forward_mode(op: str, *values: Tensor | None) -> None:
     """Raises if a value carries a tangent, which an operator would drop: a derivative of zero, without a word."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     for value in values:
-        if value is not None and unpack_dual(value).tangent is not None:
+        if value is not None and forward_ad.unpack_dual(value).tangent is not None:
             raise UnsupportedError(
                 op,
                 "tangent",

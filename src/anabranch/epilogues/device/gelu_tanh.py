@@ -1,13 +1,15 @@
 """gelu_tanh for Triton kernels; the maths is in :mod:`anabranch.epilogues.gelu_tanh`."""
 
 import triton
-import triton.language as tl
+import triton.language as tl  # noqa: F401 (the interpreter looks for it)
+
+from anabranch.epilogues.device.silu import sigmoid
 
 
 @triton.jit
 def half_of_one_plus_tanh(z):
     """``(1 + tanh(sqrt(2 / pi) * (z + 0.044715 * z**3))) / 2``, as a sigmoid of twice the argument."""
-    return 1 / (1 + tl.exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))
+    return sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
 
 
 @triton.jit

@@ -6,7 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def sigmoid(z):
-    return 1 / (1 + tl.exp(-z))
+    # 1 / (1 + exp(-z)): a division takes many instructions, a reciprocal square root one, and so does a power of 2.
+    root = tl.rsqrt(1 + tl.exp2(z * -1.4426950408889634))
+    return root * root
 
 
 @triton.jit

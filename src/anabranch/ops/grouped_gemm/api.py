@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from anabranch.dispatch import without_autocast
 from anabranch.epilogues import Epilogue
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm import autograd, reference
-from anabranch.ops.grouped_gemm.call import bind_grouped_gemm
-from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+from anabranch.ops.grouped_gemm.call import bind_gradient, bind_grouped_gemm
+from anabranch.ops.grouped_gemm.config import GroupedGemmConfig, GroupedGemmConfigs
+from anabranch.ops.precision import without_autocast
 
 
 def grouped_gemm(
@@ -25,7 +27,7 @@ def grouped_gemm(
     transpose_weight: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
-    config: GroupedGemmConfig | str | None = None,
+    config: GroupedGemmConfig | GroupedGemmConfigs | str | None = None,
 ) -> Tensor:
     """Multiplies each expert's rows by that expert's weight: ``y[r] = scale * act(W[e] x[r] + bias[e])``.
 
@@ -51,7 +53,8 @@ def grouped_gemm(
         backend: a backend's name, which then runs or raises; None takes the first that can serve the call.
         config: tiles of the product, a :class:`anabranch.tuning.GroupedGemmConfig`, which the triton backend runs
             with; or ``"heuristic"``, for what it would choose if nothing had ever been tuned. None lets it use
-            tuned results. With either, the gradients keep the heuristic's tiles. Backends without tiles refuse.
+            tuned results. With either, the gradients keep the heuristic's tiles; a
+            :class:`anabranch.tuning.GroupedGemmConfigs` gives them theirs. Backends without tiles refuse.
 
     Returns:
         (R, N) in expert order, or (T * K, N) in slot order with ``scatter``; N / 2 columns if gated.
@@ -81,3 +84,51 @@ def grouped_gemm(
         with without_autocast(call.device):
             return reference.grouped_gemm(call)
     return autograd.grouped_gemm(call)
+
+
+def grouped_gemm_gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    layout: ExpertLayout,
+    needs: Sequence[bool],
+    *,
+    gather: bool = False,
+    scatter: bool = False,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    activation: str | Epilogue | None = None,
+    transpose_weight: bool = False,
+    backend: str | None = None,
+    config: GroupedGemmConfig | GroupedGemmConfigs | str | None = None,
+) -> list[Tensor | None]:
+    """The gradients of :func:`grouped_gemm` without its forward, for whoever keeps its arguments and no graph.
+
+    Args:
+        grad: that of the output, of its shape and x's dtype.
+        x: the forward's, as are the arguments that are not told of here.
+        weight: the forward's; of one whose own gradient alone is needed only the shape is used, without an activation.
+        layout: the forward's.
+        needs: which of the gradients of x, weight, bias and scale to compute.
+        config: the forward's, too.
+
+    Returns:
+        Four of them, None where not needed. With an activation the pre-activation is computed for it again.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, UnsupportedError: as the forward.
+    """
+    call = bind_grouped_gemm(
+        x,
+        weight,
+        layout,
+        gather=gather,
+        scatter=scatter,
+        bias=bias,
+        scale=scale,
+        activation=activation,
+        transpose_weight=transpose_weight,
+        backend=backend,
+        config=config,
+    )
+    return autograd.gradients(call, bind_gradient(call, grad), needs)

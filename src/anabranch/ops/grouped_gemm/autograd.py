@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.dispatch import choose, without_autocast
-from anabranch.epilogues import Identity, resolve
+from anabranch.dispatch import choose
+from anabranch.epilogues import Identity, from_spec
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
 from anabranch.ops.grouped_gemm.call import OP, GroupedGemmCall
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+from anabranch.ops.operator import define
 from anabranch.ops.overlap import no_overlap
+from anabranch.ops.precision import without_autocast
 from anabranch.ops.second_order import refuse_forward_mode, refuse_second_derivative
 from anabranch.tuning import HEURISTIC
 from anabranch.tuning.spec import from_text, to_text
@@ -21,7 +25,7 @@ from anabranch.tuning.spec import from_text, to_text
 _CALL = (
     "Tensor x, Tensor weight, Tensor counts, Tensor offsets, Tensor row_to_slot, Tensor slot_to_row, "
     "Tensor? bias, Tensor? scale, bool gather, bool scatter, str activation, bool transpose_weight, str? backend, "
-    "str? config"
+    "str? config, str? d_x_config, str? d_weight_config"
 )
 _TENSORS = 8
 """How many of these are tensors; they come first."""
@@ -41,6 +45,18 @@ def grouped_gemm(call: GroupedGemmCall) -> Tensor:
     return out
 
 
+def gradients(call: GroupedGemmCall, grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+    """The needed ones among the gradients of x, weight, bias and scale, without the forward."""
+    args = _flatten(call)
+    inputs = (call.x, call.weight, call.bias, call.scale)
+    needs = [need and value is not None for need, value in zip(needs, inputs, strict=True)]
+    h = call.x.new_empty(0)
+    if not isinstance(call.epilogue, Identity):
+        _, h = grouped_gemm_forward(True, *args)
+    found = iter(grouped_gemm_backward(needs, grad, h, *args) if any(needs) else ())
+    return [next(found) if need else None for need in needs]
+
+
 def _flatten(call: GroupedGemmCall) -> tuple[Any, ...]:
     layout = call.layout
     return (
@@ -57,23 +73,30 @@ def _flatten(call: GroupedGemmCall) -> tuple[Any, ...]:
         call.epilogue.spec,
         call.transpose_weight,
         call.backend,
-        to_text(call.config) if isinstance(call.config, GroupedGemmConfig) else call.config,
+        *(_text(config) for config in (call.config, call.d_x_config, call.d_weight_config)),
     )
+
+
+def _text(config: GroupedGemmConfig | str | None) -> str | None:
+    return to_text(config) if isinstance(config, GroupedGemmConfig) else config
+
+
+@cache
+def _config(text: str | None) -> GroupedGemmConfig | str | None:
+    return text if text in (None, HEURISTIC) else from_text(GroupedGemmConfig, text)
 
 
 def _restore(*args: Any) -> GroupedGemmCall:
     x, weight, counts, offsets, row_to_slot, slot_to_row, bias, scale = args[:_TENSORS]
-    gather, scatter, activation, transpose_weight, backend, text = args[_TENSORS:]
+    gather, scatter, activation, transpose_weight, backend, *texts = args[_TENSORS:]
     layout = ExpertLayout(counts, offsets, row_to_slot, slot_to_row)
-    epilogue = resolve(OP, activation)
-    config = text if text in (None, HEURISTIC) else from_text(GroupedGemmConfig, text)
-    options = (transpose_weight, None, backend, config)
-    return GroupedGemmCall(x, weight, layout, gather, scatter, bias, scale, epilogue, *options)
+    options = (transpose_weight, None, backend, *map(_config, texts))
+    return GroupedGemmCall(x, weight, layout, gather, scatter, bias, scale, from_spec(activation), *options)
 
 
 def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
     call = _restore(*args)
-    kernels = choose(OP, call, call.backend).module
+    kernels = choose(OP, call).module
     out, h = _allocate(keep_h, call)
     with without_autocast(call.device):
         kernels.forward(call, out, h if keep_h else None)
@@ -87,7 +110,7 @@ def _allocate(keep_h: bool, call: GroupedGemmCall) -> tuple[Tensor, Tensor]:
 
 def _out(out: Tensor, *args: Any) -> None:
     call = _restore(*args)
-    kernels = choose(OP, call, call.backend).module
+    kernels = choose(OP, call).module
     no_overlap(OP, "out", out, x=call.x, weight=call.weight, bias=call.bias, scale=call.scale)
     with without_autocast(call.device):
         kernels.forward(call, out, None)
@@ -96,7 +119,7 @@ def _out(out: Tensor, *args: Any) -> None:
 def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
     """The needed ones among the gradients of x, weight, bias and scale, in this order."""
     call = _restore(*args)
-    kernels = choose(OP, call, call.backend).module
+    kernels = choose(OP, call).module
     with without_autocast(call.device):
         grads = kernels.backward(call, grad, h if h.dim() == 2 else None, needs)
     return [g for g in grads if g is not None]
@@ -109,47 +132,42 @@ def _backward_fake(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> li
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    _, *args = inputs
+    args = inputs[1:]
     ctx.save_for_backward(output[1], *args[:_TENSORS])
     ctx.flags = args[_TENSORS:]
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    grads: list[Tensor | None] = [None] * (1 + _TENSORS + len(ctx.flags))
-    wanted = (1, 2, 7, 8)  # x, weight, bias, scale, behind keep_h
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> list[Tensor | None]:
+    grads: list[Tensor | None] = [None] * _TENSORS
+    wanted = (0, 1, 6, 7)  # x, weight, bias, scale
     needs = [ctx.needs_input_grad[i] for i in wanted]
     if grad is not None and any(needs):
         h, *tensors = ctx.saved_tensors
-        if h.dim() != 2 and not isinstance(resolve(OP, ctx.flags[2]), Identity):
+        if h.dim() != 2 and not isinstance(from_spec(ctx.flags[2]), Identity):
             # Under torch.func.vmap nobody could tell in the forward that a gradient would be needed.
             with torch.no_grad():
                 _, h = grouped_gemm_forward(True, *tensors, *ctx.flags)
         found = iter(grouped_gemm_backward(needs, grad, h, *tensors, *ctx.flags))
         for i, need in zip(wanted, needs, strict=True):
             grads[i] = next(found) if need else None
-    return tuple(grads)
+    return grads
 
 
-grouped_gemm_forward = torch.library.custom_op(
-    "anabranch::grouped_gemm",
+grouped_gemm_forward = define(
+    "grouped_gemm",
+    f"(bool keep_h, {_CALL}) -> (Tensor, Tensor)",
     _forward,
-    mutates_args=(),
-    schema=f"(bool keep_h, {_CALL}) -> (Tensor, Tensor)",
+    fake=lambda keep_h, *args: _allocate(keep_h, _restore(*args)),
+    save=_save,
+    differentiate=_differentiate,
 )
-grouped_gemm_forward.register_fake(lambda keep_h, *args: _allocate(keep_h, _restore(*args)))
-grouped_gemm_forward.register_autograd(_differentiate, setup_context=_save)
-
-grouped_gemm_out = torch.library.custom_op(
-    "anabranch::grouped_gemm_out", _out, mutates_args=("out",), schema=f"(Tensor(a!) out, {_CALL}) -> ()"
+grouped_gemm_out = define(
+    "grouped_gemm_out", f"(Tensor(a!) out, {_CALL}) -> ()", _out, fake=lambda out, *args: None
 )
-grouped_gemm_out.register_fake(lambda out, *args: None)
-
-grouped_gemm_backward = torch.library.custom_op(
-    "anabranch::grouped_gemm_backward",
+grouped_gemm_backward = define(
+    "grouped_gemm_backward",
+    f"(bool[] needs, Tensor grad, Tensor h, {_CALL}) -> Tensor[]",
     _backward,
-    mutates_args=(),
-    schema=f"(bool[] needs, Tensor grad, Tensor h, {_CALL}) -> Tensor[]",
+    fake=_backward_fake,
+    differentiate=refuse_second_derivative(OP),
 )
-grouped_gemm_backward.register_fake(_backward_fake)
-refuse_second_derivative(grouped_gemm_backward, OP)

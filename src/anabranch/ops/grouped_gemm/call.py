@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,12 +13,15 @@ from anabranch.epilogues import Epilogue, resolve
 from anabranch.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
-from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+from anabranch.ops.grouped_gemm.config import GroupedGemmConfig, GroupedGemmConfigs
+from anabranch.ops.precision import cast_like_matmul
 from anabranch.tuning import HEURISTIC
 
 OP = "grouped_gemm"
 NO_TILES = "it has no tiles to configure"
 """Why a backend refuses a configuration."""
+AnyConfig: TypeAlias = GroupedGemmConfig | str | None
+"""A configuration, HEURISTIC, or None for the best known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +39,9 @@ class GroupedGemmCall:
     transpose_weight: bool
     out: Tensor | None = None
     backend: str | None = None
-    config: GroupedGemmConfig | str | None = None
+    config: AnyConfig = None
+    d_x_config: AnyConfig = None
+    d_weight_config: AnyConfig = None
 
     @property
     def device(self) -> torch.device:
@@ -74,19 +80,19 @@ def bind_grouped_gemm(
     transpose_weight: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
-    config: GroupedGemmConfig | str | None = None,
+    config: GroupedGemmConfigs | AnyConfig = None,
 ) -> GroupedGemmCall:
     """Checks the arguments of grouped_gemm, casts as autocast asks, and freezes the call."""
     check_name(OP, backend)
     checks.flag(OP, gather=gather, scatter=scatter, transpose_weight=transpose_weight)
-    _check_config(config, backend)
+    configs = _check_configs(config, backend)
     epilogue = resolve(OP, activation)
     checks.tensor(OP, "x", x, "(T, K_dim)" if gather else "(R, K_dim)", checks.FLOATS)
     stored = "(E, K_dim, N)" if transpose_weight else "(E, N, K_dim)"
     checks.tensor(OP, "weight", weight, stored, checks.FLOATS)
-    x, weight, bias = checks.cast_like_matmul(x, weight, bias)
+    x, weight, bias = cast_like_matmul(x, weight, bias)
     call = GroupedGemmCall(
-        x, weight, layout, gather, scatter, bias, scale, epilogue, transpose_weight, out, backend, config
+        x, weight, layout, gather, scatter, bias, scale, epilogue, transpose_weight, out, backend, *configs
     )
     experts, n, k_dim = call.weight_nk.shape
     checks.layout(OP, layout, num_experts=experts)
@@ -113,12 +119,36 @@ def bind_grouped_gemm(
     return call
 
 
-def _check_config(config: object, backend: str | None) -> None:
-    """Demands tiles, or a word for the heuristic's; a backend says itself whether it has any."""
+def bind_gradient(call: GroupedGemmCall, grad: Tensor) -> Tensor:
+    """Checks the gradient of a call's output."""
+    checks.tensor(OP, "grad", grad, "(R, N)", checks.FLOATS)
+    checks.same_dtype(OP, "grad", grad, call.x)
+    checks.shape(OP, "grad", grad, call.out_rows, call.out_columns, means="of the result")
+    checks.same_device(OP, call.x, grad=grad)
+    return grad
+
+
+def _check_configs(config: Any, backend: str | None) -> tuple[AnyConfig, AnyConfig, AnyConfig]:
+    """The configurations of the forward, x's gradient and weight's; a backend says itself whether it has tiles."""
+    if config is None:
+        return None, None, None
+    if isinstance(config, GroupedGemmConfigs):
+        configs = {f"config.{name}": value for name, value in vars(config).items()}
+    else:
+        # One that is alone is the forward's; the gradients then keep the heuristic's tiles.
+        configs = {"config": config, "d_x": HEURISTIC, "d_weight": HEURISTIC}
+    for argument, value in configs.items():
+        _check_config(argument, value, backend)
+    forward, d_x, d_weight = configs.values()
+    return forward, d_x, d_weight
+
+
+def _check_config(argument: str, config: object, backend: str | None) -> None:
+    """Demands tiles, or a word for the heuristic's."""
     expected = f"a GroupedGemmConfig, {HEURISTIC!r} or None"
     if isinstance(config, str) and config != HEURISTIC:
-        raise ArgumentError(OP, "config", expected=expected, got=repr(config))
+        raise ArgumentError(OP, argument, expected=expected, got=repr(config))
     if config is not None and not isinstance(config, (GroupedGemmConfig, str)):
-        raise ArgumentTypeError(OP, "config", expected=expected, got=type(config).__name__)
+        raise ArgumentTypeError(OP, argument, expected=expected, got=type(config).__name__)
     if config is not None and backend == "reference":
-        raise UnsupportedError(OP, "config", expected="None for the reference", got=NO_TILES)
+        raise UnsupportedError(OP, argument, expected="None for the reference", got=NO_TILES)

@@ -6,10 +6,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from anabranch.dispatch import without_autocast
 from anabranch.epilogues import Epilogue
 from anabranch.ops.moe_mlp import autograd, reference
 from anabranch.ops.moe_mlp.call import bind_moe_mlp
+from anabranch.ops.precision import without_autocast
 
 
 def moe_mlp(

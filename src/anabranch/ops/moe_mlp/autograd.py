@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.dispatch import choose, without_autocast
-from anabranch.epilogues import resolve
+from anabranch.dispatch import choose
+from anabranch.epilogues import from_spec
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
 from anabranch.ops.moe_mlp.call import OP, MoeMlpCall
+from anabranch.ops.operator import define
+from anabranch.ops.precision import without_autocast
 from anabranch.ops.second_order import refuse_forward_mode, refuse_second_derivative
 
 _CALL = (
@@ -59,7 +61,7 @@ def _restore(*args: Any) -> MoeMlpCall:
     activation, transpose_weight, gate_layout, weight_on, backend = args[_TENSORS:]
     layout = ExpertLayout(*args[_INPUTS:_TENSORS])
     return MoeMlpCall(
-        x, gate_up, down, expert_weights, gate_up_bias, down_bias, resolve(OP, activation), transpose_weight,
+        x, gate_up, down, expert_weights, gate_up_bias, down_bias, from_spec(activation), transpose_weight,
         gate_layout, weight_on, backend, layout=layout,
     )  # fmt: skip
 
@@ -72,7 +74,7 @@ def _allocate(keep_h: bool, call: MoeMlpCall) -> tuple[Tensor, Tensor]:
 
 def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
     call = _restore(*args)
-    kernels = choose(OP, call, call.backend).module
+    kernels = choose(OP, call).module
     out, h = _allocate(keep_h, call)
     with without_autocast(call.device):
         kernels.forward(call, out, h if keep_h else None)
@@ -82,7 +84,7 @@ def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
 def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
     """The needed ones among the gradients of the inputs, in their order."""
     call = _restore(*args)
-    kernels = choose(OP, call, call.backend).module
+    kernels = choose(OP, call).module
     with without_autocast(call.device):
         grads = kernels.backward(call, grad, h, needs)
     return [g for g in grads if g is not None]
@@ -93,14 +95,13 @@ def _backward_fake(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> li
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    _, *args = inputs
+    args = inputs[1:]
     ctx.save_for_backward(output[1], *args[:_TENSORS])
     ctx.flags = args[_TENSORS:]
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    needs = list(ctx.needs_input_grad[1 : 1 + _INPUTS])
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> list[Tensor | None]:
+    needs = list(ctx.needs_input_grad[:_INPUTS])
     grads: list[Tensor | None] = [None] * _INPUTS
     if grad is not None and any(needs):
         h, *tensors = ctx.saved_tensors
@@ -110,20 +111,21 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any
                 _, h = moe_mlp_forward(True, *tensors, *ctx.flags)
         found = iter(moe_mlp_backward(needs, grad, h, *tensors, *ctx.flags))
         grads = [next(found) if need else None for need in needs]
-    return (None, *grads, *[None] * (_TENSORS - _INPUTS + len(ctx.flags)))
+    return grads
 
 
-moe_mlp_forward = torch.library.custom_op(
-    "anabranch::moe_mlp", _forward, mutates_args=(), schema=f"(bool keep_h, {_CALL}) -> (Tensor, Tensor)"
+moe_mlp_forward = define(
+    "moe_mlp",
+    f"(bool keep_h, {_CALL}) -> (Tensor, Tensor)",
+    _forward,
+    fake=lambda keep_h, *args: _allocate(keep_h, _restore(*args)),
+    save=_save,
+    differentiate=_differentiate,
 )
-moe_mlp_forward.register_fake(lambda keep_h, *args: _allocate(keep_h, _restore(*args)))
-moe_mlp_forward.register_autograd(_differentiate, setup_context=_save)
-
-moe_mlp_backward = torch.library.custom_op(
-    "anabranch::moe_mlp_backward",
+moe_mlp_backward = define(
+    "moe_mlp_backward",
+    f"(bool[] needs, Tensor grad, Tensor h, {_CALL}) -> Tensor[]",
     _backward,
-    mutates_args=(),
-    schema=f"(bool[] needs, Tensor grad, Tensor h, {_CALL}) -> Tensor[]",
+    fake=_backward_fake,
+    differentiate=refuse_second_derivative(OP),
 )
-moe_mlp_backward.register_fake(_backward_fake)
-refuse_second_derivative(moe_mlp_backward, OP)

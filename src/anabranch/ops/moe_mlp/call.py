@@ -12,6 +12,7 @@ from anabranch.epilogues import Epilogue, resolve
 from anabranch.errors import ArgumentError
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
+from anabranch.ops.precision import cast_like_matmul
 
 OP = "moe_mlp"
 
@@ -93,9 +94,7 @@ def bind_moe_mlp(
     checks.tensor(OP, "down", down, "(E, I, H)" if transpose_weight else "(E, H, I)", checks.FLOATS)
     checks.tensor(OP, "expert_ids", expert_ids, "(T, K)", checks.INTEGERS)
     checks.tensor(OP, "expert_weights", expert_weights, "(T, K)", checks.FLOATS)
-    x, gate_up, down, gate_up_bias, down_bias = checks.cast_like_matmul(
-        x, gate_up, down, gate_up_bias, down_bias
-    )
+    x, gate_up, down, gate_up_bias, down_bias = cast_like_matmul(x, gate_up, down, gate_up_bias, down_bias)
     call = MoeMlpCall(
         x, gate_up, down, expert_weights, gate_up_bias, down_bias, epilogue, transpose_weight,
         gate_layout, weight_on, backend, expert_ids=expert_ids,

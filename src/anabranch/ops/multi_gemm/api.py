@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from anabranch.dispatch import without_autocast
 from anabranch.ops.multi_gemm import autograd, reference
 from anabranch.ops.multi_gemm.call import MultiGemmCall, bind_dual_gemm, bind_multi_gemm
+from anabranch.ops.precision import without_autocast
 
 
 def multi_gemm(

@@ -12,6 +12,7 @@ from anabranch.dispatch import check_name
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
 from anabranch.ops.overlap import no_overlap
+from anabranch.ops.precision import cast_like_matmul
 
 OP = "multi_gemm"
 """The folder, and so what dispatch knows both functions by."""
@@ -114,13 +115,12 @@ def _bind(
         checks.tensor(op, name, x, "(k, m)" if transpose_x else "(m, k)", checks.FLOATS)
     for name, weight in named_weights.items():
         checks.tensor(op, name, weight, "(k, n)" if transpose_weight else "(n, k)", checks.FLOATS)
-    cast = checks.cast_like_matmul(*named_xs.values(), *named_weights.values())
-    tensors = [value for value in cast if value is not None]
-    xs, weights = tensors[: len(named_xs)], tensors[len(named_xs) :]
+    cast = cast_like_matmul(*named_xs.values(), *named_weights.values())
+    xs, weights = cast[: len(named_xs)], cast[len(named_xs) :]
     call = MultiGemmCall(op, xs, weights, transpose_x, transpose_weight, out, backend)
-    for name, value in zip((*named_xs, *named_weights), tensors, strict=True):
+    for name, value in zip((*named_xs, *named_weights), cast, strict=True):
         checks.same_dtype(op, name, value, xs[0], first)
-        checks.same_device(op, xs[0], first, **{name: value})
+    checks.same_device(op, xs[0], first, **named_xs, **named_weights)
     for x_name, name, x, weight in zip(named_xs, named_weights, xs, weights, strict=True):
         k = x.shape[0 if transpose_x else 1]
         if transpose_weight:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from anabranch.dispatch import checks_values, choose, without_autocast
+from anabranch.dispatch import checks_values, choose
 from anabranch.layout import ExpertLayout
+from anabranch.ops.operator import define
 from anabranch.ops.permute.call import OP, PermuteCall, UnpermuteBackwardCall, UnpermuteCall, check_maps
+from anabranch.ops.precision import without_autocast
 from anabranch.ops.second_order import refuse_forward_mode
 
 Grads = tuple[Tensor | None, ...]
@@ -39,61 +40,46 @@ def _checked(op: str, row_to_slot: Tensor, slot_to_row: Tensor) -> ExpertLayout:
     return layout
 
 
-@torch.library.custom_op("anabranch::permute", mutates_args=(), schema=f"(Tensor x, {_MAPS}) -> Tensor")
-def permute_forward(x: Tensor, row_to_slot: Tensor, slot_to_row: Tensor, backend: str | None) -> Tensor:
-    """(R, H): each row from its slot's token."""
+def _permute(x: Tensor, row_to_slot: Tensor, slot_to_row: Tensor, backend: str | None) -> Tensor:
     call = PermuteCall(x, _checked("permute", row_to_slot, slot_to_row), backend)
-    kernels = choose(OP, call, backend).module
-    out = x.new_empty(row_to_slot.shape[0], x.shape[1])
+    kernels = choose(OP, call).module
+    out = _permute_fake(x, row_to_slot, slot_to_row, backend)
     with without_autocast(x.device):
         kernels.permute(call, out)
     return out
 
 
-@permute_forward.register_fake
-def _(x: Tensor, row_to_slot: Tensor, slot_to_row: Tensor, backend: str | None) -> Tensor:
+def _permute_fake(x: Tensor, row_to_slot: Tensor, slot_to_row: Tensor, backend: str | None) -> Tensor:
     return x.new_empty(row_to_slot.shape[0], x.shape[1])
 
 
 def _save_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.set_materialize_grads(False)
     _, *maps, ctx.backend = inputs
     ctx.save_for_backward(*maps)
 
 
 def _differentiate_permute(ctx: Any, grad: Tensor | None) -> Grads:
-    if grad is None:
-        return None, None, None, None
-    return unpermute_forward(grad, None, *ctx.saved_tensors, ctx.backend), None, None, None
+    return (None if grad is None else unpermute_forward(grad, None, *ctx.saved_tensors, ctx.backend),)
 
 
-permute_forward.register_autograd(_differentiate_permute, setup_context=_save_permute)
-
-
-@torch.library.custom_op(
-    "anabranch::unpermute", mutates_args=(), schema=f"(Tensor y, Tensor? weights, {_MAPS}) -> Tensor"
-)
-def unpermute_forward(
+def _unpermute(
     y: Tensor, weights: Tensor | None, row_to_slot: Tensor, slot_to_row: Tensor, backend: str | None
 ) -> Tensor:
-    """(T, H): the weighted sum over each token's slots."""
     call = UnpermuteCall(y, _checked("unpermute", row_to_slot, slot_to_row), weights, backend)
-    kernels = choose(OP, call, backend).module
-    out = y.new_empty(slot_to_row.shape[0], y.shape[1])
+    kernels = choose(OP, call).module
+    out = _unpermute_fake(y, weights, row_to_slot, slot_to_row, backend)
     with without_autocast(y.device):
         kernels.unpermute(call, out)
     return out
 
 
-@unpermute_forward.register_fake
-def _(
+def _unpermute_fake(
     y: Tensor, weights: Tensor | None, row_to_slot: Tensor, slot_to_row: Tensor, backend: str | None
 ) -> Tensor:
     return y.new_empty(slot_to_row.shape[0], y.shape[1])
 
 
 def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.set_materialize_grads(False)
     y, weights, *maps, ctx.backend = inputs
     # Only the gradient of weights reads y: whoever freezes them does not keep it.
     ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, *maps)
@@ -103,14 +89,11 @@ def _differentiate_unpermute(ctx: Any, grad: Tensor | None) -> Grads:
     y, weights, *maps = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:2])
     if grad is None:
-        return None, None, None, None, None
+        return (None, None)
     if weights is None:
-        return permute_forward(grad, *maps, ctx.backend), None, None, None, None
+        return (permute_forward(grad, *maps, ctx.backend),)
     grads = iter(unpermute_backward(needs, grad, y, weights, *maps, ctx.backend))
-    return *(next(grads) if need else None for need in needs), None, None, None
-
-
-unpermute_forward.register_autograd(_differentiate_unpermute, setup_context=_save_unpermute)
+    return tuple(next(grads) if need else None for need in needs)
 
 
 def _allocate(needs: list[bool], grad: Tensor, weights: Tensor, rows: int) -> list[Tensor]:
@@ -118,12 +101,7 @@ def _allocate(needs: list[bool], grad: Tensor, weights: Tensor, rows: int) -> li
     return d_y + ([weights.new_empty(weights.shape)] if needs[1] else [])
 
 
-@torch.library.custom_op(
-    "anabranch::unpermute_backward",
-    mutates_args=(),
-    schema=f"(bool[] needs, Tensor grad, Tensor? y, Tensor weights, {_MAPS}) -> Tensor[]",
-)
-def unpermute_backward(
+def _unpermute_backward(
     needs: list[bool],
     grad: Tensor,
     y: Tensor | None,
@@ -132,18 +110,16 @@ def unpermute_backward(
     slot_to_row: Tensor,
     backend: str | None,
 ) -> list[Tensor]:
-    """The needed ones among the gradients of y and weights, in this order."""
     layout = _checked("unpermute", row_to_slot, slot_to_row)
     call = UnpermuteBackwardCall(needs, grad, y, layout, weights, backend)
-    kernels = choose(OP, call, backend).module
+    kernels = choose(OP, call).module
     grads = _allocate(needs, grad, weights, layout.num_rows)
     with without_autocast(grad.device):
         kernels.unpermute_backward(call, grads[0] if needs[0] else None, grads[-1] if needs[1] else None)
     return grads
 
 
-@unpermute_backward.register_fake
-def _(
+def _unpermute_backward_fake(
     needs: list[bool],
     grad: Tensor,
     y: Tensor | None,
@@ -156,12 +132,11 @@ def _(
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.set_materialize_grads(False)
     ctx.needs, grad, y, weights, *maps, ctx.backend = inputs
     ctx.save_for_backward(grad, y, weights, *maps)
 
 
-def _differentiate_backward(ctx: Any, grads: list[Tensor | None]) -> Grads:
+def _differentiate_backward(ctx: Any, *grads: Tensor | None) -> Grads:
     """The gradients through ``d_y = w g`` and ``d_w = <g, y>``, with u and v those of d_y and d_w.
 
     That of g is ``w u + v y`` summed over K; those of y and w are ``v g`` and ``<g, u>``, which is this
@@ -170,7 +145,7 @@ def _differentiate_backward(ctx: Any, grads: list[Tensor | None]) -> Grads:
     grad, y, weights, *maps = ctx.saved_tensors
     given = iter(grads)
     u, v = (next(given) if need else None for need in ctx.needs)
-    _, need_grad, need_y, need_weights = ctx.needs_input_grad[:4]
+    need_grad, need_y, need_weights = ctx.needs_input_grad[:3]
     d_grad = d_y = d_weights = None
     if need_grad:
         if u is not None:
@@ -182,7 +157,31 @@ def _differentiate_backward(ctx: Any, grads: list[Tensor | None]) -> Grads:
     if any(needs):
         found = iter(unpermute_backward(needs, grad, u, weights if v is None else v, *maps, ctx.backend))
         d_y, d_weights = (next(found) if need else None for need in needs)
-    return None, d_grad, d_y, d_weights, None, None, None
+    return d_grad, d_y, d_weights
 
 
-unpermute_backward.register_autograd(_differentiate_backward, setup_context=_save_backward)
+permute_forward = define(
+    "permute",
+    f"(Tensor x, {_MAPS}) -> Tensor",
+    _permute,
+    fake=_permute_fake,
+    save=_save_permute,
+    differentiate=_differentiate_permute,
+)
+unpermute_forward = define(
+    "unpermute",
+    f"(Tensor y, Tensor? weights, {_MAPS}) -> Tensor",
+    _unpermute,
+    fake=_unpermute_fake,
+    save=_save_unpermute,
+    differentiate=_differentiate_unpermute,
+)
+# The needed ones among the gradients of y and weights, in this order.
+unpermute_backward = define(
+    "unpermute_backward",
+    f"(bool[] needs, Tensor grad, Tensor? y, Tensor weights, {_MAPS}) -> Tensor[]",
+    _unpermute_backward,
+    fake=_unpermute_backward_fake,
+    save=_save_backward,
+    differentiate=_differentiate_backward,
+)

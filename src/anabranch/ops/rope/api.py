@@ -22,6 +22,7 @@ def rope(
     positions: Tensor | None = None,
     head_axis: int = 1,
     inplace: bool = False,
+    out: tuple[Tensor, Tensor | None] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotates pairs of channels of queries and keys by the angles in ``cos`` and ``sin``.
@@ -55,11 +56,14 @@ def rope(
         head_axis: where H is, 1 or 2; a packed q has it at 1 whatever is said here.
         inplace: rotates q and k in their own memory and returns them. Refused while a gradient is needed, and
             where two elements of q and k share memory.
+        out: where to write the results, a pair of q's and k's shapes, dtype and device, None for a k that is None;
+            any strides. Each is q or k itself, in its own place, or apart from all that is read. Refused while a
+            gradient is needed.
         backend: a backend's name, which then runs or raises; None takes the first that can serve the call.
 
     Returns:
-        (q, k) rotated: contiguous tensors of the same shapes and dtype, or the arguments with ``inplace``.
-        k is None if it was.
+        (q, k) rotated: contiguous tensors of the same shapes and dtype, or the arguments with ``inplace``, or
+        ``out``. k is None if it was.
 
     Raises:
         ArgumentError: a wrong rank, shape, device or value (a ValueError).
@@ -79,6 +83,7 @@ def rope(
             positions=positions,
             head_axis=head_axis,
             inplace=inplace,
+            out=out,
             backend=backend,
         )
     )
@@ -91,17 +96,18 @@ def mrope(
     sin: Tensor,
     sections: Sequence[int],
     *,
-    order: Literal["blocked", "interleaved"] = "blocked",
+    order: Literal["blocked", "interleaved", "channels"] = "blocked",
     rotary_dim: int | None = None,
     positions: Tensor | None = None,
     head_axis: int = 1,
     inplace: bool = False,
+    out: tuple[Tensor, Tensor | None] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`rope` for tokens with three positions, temporal, height and width (Qwen2-VL, arXiv 2409.12191).
 
     Each pair (i, i + r / 2) of channels follows one of the three rows of the tables; both of its channels
-    follow the same. With rows that are equal the result is that of rope, bit for bit.
+    follow the same, but for the last order. With rows that are equal the result is that of rope, bit for bit.
 
     Letters are those of rope. With i counting pairs, from 0 to r / 2:
 
@@ -109,6 +115,9 @@ def mrope(
       ``sections[1]`` height, the last ``sections[2]`` width.
     - ``order="interleaved"`` (Qwen3-VL): pairs 1, 4, 7, ... are height, ``sections[1]`` of them; pairs 2, 5,
       8, ... are width, ``sections[2]`` of them; all others are temporal.
+    - ``order="channels"`` (wall-x): sections count channels: the first ``sections[0]`` of the r are temporal,
+      the next ``sections[1]`` height, the rest width. Each channel takes its own cos and sin from its own row,
+      so this is no rotation where a pair's two differ.
 
     Args:
         q: as in rope.
@@ -117,13 +126,15 @@ def mrope(
             for all: (B or 1, S, W) or (S, W), packed (S, W); this is rope then. With ``positions``, (P, W).
         sin: like cos.
         sections: three ints, not doubled: they add up to r / 2. Interleaved, they must leave room for one
-            another: ``3 * sections[1] - 2`` and ``3 * sections[2] - 1`` are pairs, thus below r / 2.
-        order: "blocked" or "interleaved".
+            another: ``3 * sections[1] - 2`` and ``3 * sections[2] - 1`` are pairs, thus below r / 2. For
+            "channels" they add up to r.
+        order: "blocked", "interleaved" or "channels", which takes tables of W = r and no positions.
         rotary_dim: as in rope.
         positions: (3, B or 1, S), packed (3, S), int32 or int64; for text (B or 1, S) or (S,), packed (S,).
             A pair whose position is outside [0, P) is not rotated.
         head_axis: as in rope.
         inplace: as in rope.
+        out: as in rope.
         backend: as in rope.
 
     Returns:
@@ -146,6 +157,7 @@ def mrope(
             positions=positions,
             head_axis=head_axis,
             inplace=inplace,
+            out=out,
             backend=backend,
         )
     )

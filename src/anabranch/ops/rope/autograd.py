@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from anabranch.dispatch import checks_values, choose, without_autocast
+from anabranch.dispatch import checks_values, choose
 from anabranch.errors import ArgumentError
+from anabranch.ops.operator import define
+from anabranch.ops.precision import without_autocast
 from anabranch.ops.rope.call import OP, RopeCall, check_memory
 from anabranch.ops.second_order import refuse_forward_mode
 
@@ -29,6 +30,9 @@ def rope(call: RopeCall) -> tuple[Tensor, Tensor | None]:
     if call.inplace:
         rope_inplace(*args)
         return call.q, call.k
+    if call.out is not None:
+        rope_out(*call.out, *args)
+        return call.out
     q, k = rope_forward(*args)
     return q, None if call.k is None else k
 
@@ -69,11 +73,17 @@ def _inplace(*args: Any) -> None:
     _run(call, call.q, call.k)
 
 
+def _out(q_out: Tensor, k_out: Tensor | None, *args: Any) -> None:
+    call = replace(RopeCall(*args), out=(q_out, k_out))
+    check_memory(call)
+    _run(call, q_out, k_out)
+
+
 def _run(call: RopeCall, q_out: Tensor, k_out: Tensor | None) -> None:
     if call.positions is not None and checks_values():
         _check_positions(call, call.positions)
     with without_autocast(call.device):
-        choose(OP, call, call.backend).module.rotate(call, q_out, k_out)
+        choose(OP, call).module.rotate(call, q_out, k_out)
 
 
 def _check_positions(call: RopeCall, positions: Tensor) -> None:
@@ -85,13 +95,12 @@ def _check_positions(call: RopeCall, positions: Tensor) -> None:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
     _, _, cos, sin, positions, *ctx.flags = inputs
     ctx.save_for_backward(cos, sin, positions)
 
 
-def _differentiate(ctx: Any, d_q: Tensor | None, d_k: Tensor | None) -> tuple[Any, ...]:
-    grads: list[Tensor | None] = [None] * (5 + len(ctx.flags))
+def _differentiate(ctx: Any, d_q: Tensor | None, d_k: Tensor | None) -> list[Tensor | None]:
+    grads: list[Tensor | None] = [None, None]
     wanted = [i for i, d in enumerate((d_q, d_k)) if d is not None and ctx.needs_input_grad[i]]
     if wanted:
         given = [d for i, d in enumerate((d_q, d_k)) if i in wanted]
@@ -101,22 +110,23 @@ def _differentiate(ctx: Any, d_q: Tensor | None, d_k: Tensor | None) -> tuple[An
         found = rope_forward(q, k, *ctx.saved_tensors, *flags, not transpose, backend)
         for i, grad in zip(wanted, found, strict=False):
             grads[i] = grad
-    return tuple(grads)
+    return grads
 
 
-rope_forward = torch.library.custom_op(
-    "anabranch::rope",
+rope_forward = define(
+    "rope",
+    f"(Tensor q, Tensor? k, {_REST}) -> (Tensor, Tensor)",
     _forward,
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor? k, {_REST}) -> (Tensor, Tensor)",
+    fake=_forward_fake,
+    save=_save,
+    differentiate=_differentiate,
 )
-rope_forward.register_fake(_forward_fake)
-rope_forward.register_autograd(_differentiate, setup_context=_save)
-
-rope_inplace = torch.library.custom_op(
-    "anabranch::rope_inplace",
-    _inplace,
-    mutates_args=("q", "k"),
-    schema=f"(Tensor(a!) q, Tensor(b!)? k, {_REST}) -> ()",
+rope_inplace = define(
+    "rope_inplace", f"(Tensor(a!) q, Tensor(b!)? k, {_REST}) -> ()", _inplace, fake=lambda *args: None
 )
-rope_inplace.register_fake(lambda *args: None)
+rope_out = define(
+    "rope_out",
+    f"(Tensor(a!) q_out, Tensor(b!)? k_out, Tensor q, Tensor? k, {_REST}) -> ()",
+    _out,
+    fake=lambda *args: None,
+)

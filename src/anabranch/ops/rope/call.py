@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from anabranch.dispatch import check_name
-from anabranch.errors import ArgumentError
+from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
 from anabranch.ops.overlap import no_overlap
 from anabranch.ops.rope.operands import (
@@ -47,12 +47,14 @@ class RopeCall:
     rotary_dim: int
     head_axis: int
     sections: Sequence[int] = ()
-    """How many pairs follow each of three rows; empty where there is one row for all."""
+    """How many pairs, or channels, follow each of three rows; empty where there is one row for all."""
     order: str = "blocked"
     transpose: bool = False
     """Multiplies by the transposed matrices: the gradient."""
     backend: str | None = None
     inplace: bool = False
+    out: tuple[Tensor, Tensor | None] | None = None
+    """Where the results go; None makes them, and so it is with inplace."""
 
     @property
     def op(self) -> str:
@@ -90,6 +92,7 @@ def bind_rope(
     positions: Tensor | None = None,
     head_axis: int = 1,
     inplace: bool = False,
+    out: tuple[Tensor, Tensor | None] | None = None,
     backend: str | None = None,
 ) -> RopeCall:
     """Checks the arguments of rope and freezes the call."""
@@ -99,7 +102,7 @@ def bind_rope(
     if positions is not None:
         positions, _ = check_positions(OP, positions, sizes, rows=False)
     call = RopeCall(
-        q, k, cos, sin, positions, pairing, rotary_dim, head_axis, backend=backend, inplace=inplace
+        q, k, cos, sin, positions, pairing, rotary_dim, head_axis, backend=backend, inplace=inplace, out=out
     )
     return _check_together(OP, call)
 
@@ -116,6 +119,7 @@ def bind_mrope(
     positions: Tensor | None = None,
     head_axis: int = 1,
     inplace: bool = False,
+    out: tuple[Tensor, Tensor | None] | None = None,
     backend: str | None = None,
 ) -> RopeCall:
     """Checks the arguments of mrope and freezes the call; one row for all pairs makes it a rope."""
@@ -126,6 +130,8 @@ def bind_mrope(
     cos, sin, rows = check_tables(op, cos, sin, rotary_dim, sizes, indexed=positions is not None, rows=True)
     if positions is not None:
         positions, rows = check_positions(op, positions, sizes, rows=True)
+    if order == "channels":
+        _check_channels(op, cos, positions, rotary_dim)
     call = RopeCall(
         q,
         k,
@@ -139,8 +145,18 @@ def bind_mrope(
         order,
         backend=backend,
         inplace=inplace,
+        out=out,
     )
     return _check_together(op, call)
+
+
+def _check_channels(op: str, cos: Tensor, positions: Tensor | None, rotary_dim: int) -> None:
+    """Demands what sections of channels can be applied to."""
+    if positions is not None:
+        raise ArgumentError(op, "positions", expected='None with order="channels"', got="a tensor")
+    if cos.shape[-1] != rotary_dim:
+        expected = f'a last dimension W of rotary_dim = {rotary_dim} with order="channels"'
+        raise ArgumentError(op, "cos", expected=expected, got=f"W = {cos.shape[-1]}")
 
 
 def _check_common(
@@ -167,12 +183,50 @@ def _check_together(op: str, call: RopeCall) -> RopeCall:
             raise ArgumentError(op, argument, expected=expected, got="one that requires grad")
     if call.inplace:
         checks.no_gradient_through(op, "inplace", call.q, call.k)
-    return call
+    return call if call.out is None else _check_out(op, call, call.out)
+
+
+def _check_out(op: str, call: RopeCall, out: object) -> RopeCall:
+    """Demands results like q and k; those that are q and k make the call one in place."""
+    expected = "a pair of tensors, its second None where k is"
+    if not isinstance(out, (list, tuple)) or len(out) != 2 or (out[1] is None) != (call.k is None):
+        raise ArgumentTypeError(op, "out", expected=expected, got=_form(out))
+    if call.inplace:
+        raise ArgumentError(op, "out", expected="None with inplace", got="a pair")
+    for i, (name, value, like) in enumerate((("q", out[0], call.q), ("k", out[1], call.k))):
+        if like is not None:
+            argument = f"out[{i}]"
+            checks.dense(op, argument, value, f"of {name}'s shape", checks.FLOATS)
+            checks.same_dtype(op, argument, value, like, name)
+            checks.shape(op, argument, value, *like.shape, means=f"of {name}")
+            checks.same_device(op, like, name, **{argument: value})
+    checks.no_gradient_through(op, "out", call.q, call.k, *out)
+    if out[0] is call.q and out[1] is call.k:
+        return replace(call, inplace=True, out=None)
+    return replace(call, out=(out[0], out[1]))
+
+
+def _form(out: object) -> str:
+    if isinstance(out, (list, tuple)):
+        return f"({', '.join(type(value).__name__ for value in out)})"
+    return type(out).__name__
 
 
 def check_memory(call: RopeCall) -> None:
-    """Demands that q and k can be overwritten. Reads addresses: not for traced code."""
+    """Demands that what is written is apart from what is read. Reads addresses: not for traced code."""
     read = {"cos": call.cos, "sin": call.sin, "positions": call.positions}
-    no_overlap(call.op, "q", call.q, **read)
-    if call.k is not None:
-        no_overlap(call.op, "k", call.k, q=call.q, **read)
+    if call.out is None:
+        no_overlap(call.op, "q", call.q, **read)
+        if call.k is not None:
+            no_overlap(call.op, "k", call.k, q=call.q, **read)
+        return
+    q_out, k_out = call.out
+    # In its own place q may be overwritten: each pair is read before it is written.
+    q, k = (None if _same_place(*pair) else pair[0] for pair in ((call.q, q_out), (call.k, k_out)))
+    no_overlap(call.op, "out[0]", q_out, q=q, k=call.k, **read)
+    if k_out is not None:
+        no_overlap(call.op, "out[1]", k_out, **{"out[0]": q_out}, q=call.q, k=k, **read)
+
+
+def _same_place(x: Tensor | None, out: Tensor | None) -> bool:
+    return x is None or out is None or (x.data_ptr() == out.data_ptr() and x.stride() == out.stride())

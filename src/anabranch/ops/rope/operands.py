@@ -74,7 +74,8 @@ def check_tables(
     checks.same_dtype(op, "sin", sin, cos, "cos")
     checks.shape(op, "sin", sin, *cos.shape, means="of cos")
     width = cos.shape[-1]
-    if width not in (rotary_dim, rotary_dim // 2):
+    # Not "in": the compiler finds no symbol equal to a number that way.
+    if width != rotary_dim and width != rotary_dim // 2:
         expected = f"a last dimension W of rotary_dim = {rotary_dim}, or half of it"
         if rotary_dim == sizes.channels and width < rotary_dim:
             expected += " (to rotate a part of q's D channels, say rotary_dim)"

@@ -6,57 +6,47 @@ import torch
 from torch import Tensor
 
 from anabranch.dispatch import choose
-from anabranch.ops.route.call import RouteCall, fits
+from anabranch.ops.operator import define
+from anabranch.ops.route.call import OP, RouteCall, fits
 
 Fields = tuple[Tensor, Tensor, Tensor, Tensor]
+_FIELDS = "(Tensor, Tensor, Tensor, Tensor)"
 
 
-@torch.library.custom_op("anabranch::route_topk", mutates_args=())
-def route_topk(expert_ids: Tensor, num_experts: int) -> Fields:
-    """(counts, offsets, row_to_slot, slot_to_row) of a stable sort by expert, then slot."""
+def _topk(expert_ids: Tensor, num_experts: int) -> Fields:
     fits("ExpertLayout.from_topk", "expert_ids", expert_ids.numel())
-    return choose("route", RouteCall(expert_ids), None).module.topk(expert_ids, num_experts)
+    return choose(OP, RouteCall(expert_ids)).module.topk(expert_ids, num_experts)
 
 
-@route_topk.register_fake
-def _(expert_ids: Tensor, num_experts: int) -> Fields:
+def _topk_fake(expert_ids: Tensor, num_experts: int) -> Fields:
     return _fields(expert_ids, num_experts, expert_ids.numel(), expert_ids.shape)
 
 
-@torch.library.custom_op("anabranch::route_counts", mutates_args=())
-def route_counts(counts: Tensor, num_rows: int) -> Fields:
-    """The fields for rows in expert order already, with slot = row."""
+def _counts(counts: Tensor, num_rows: int) -> Fields:
     fits("ExpertLayout.from_counts", "num_rows", num_rows)
-    return choose("route", RouteCall(counts), None).module.counts(counts, num_rows)
+    return choose(OP, RouteCall(counts)).module.counts(counts, num_rows)
 
 
-@route_counts.register_fake
-def _(counts: Tensor, num_rows: int) -> Fields:
+def _counts_fake(counts: Tensor, num_rows: int) -> Fields:
     return _fields(counts, counts.shape[0], num_rows, (num_rows, 1))
 
 
-@torch.library.custom_op("anabranch::route_sorted", mutates_args=())
-def route_sorted(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
-    """The fields for a sort made elsewhere."""
+def _sorted(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
     fits("ExpertLayout.from_sorted", "row_to_slot", row_to_slot.numel())
-    return choose("route", RouteCall(counts), None).module.sorted_rows(counts, row_to_slot, top_k)
+    return choose(OP, RouteCall(counts)).module.sorted_rows(counts, row_to_slot, top_k)
 
 
-@route_sorted.register_fake
-def _(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
+def _sorted_fake(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
     rows = row_to_slot.shape[0]
     return _fields(counts, counts.shape[0], rows, (rows // top_k, top_k))
 
 
-@torch.library.custom_op("anabranch::route_maps", mutates_args=())
-def route_maps(slot_to_row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """(row_to_slot, slot_to_row): both directions from one; rows out of range are dropped."""
+def _maps(slot_to_row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     fits("ExpertLayout.from_slot_to_row", "num_rows", max(num_rows, slot_to_row.numel()))
-    return choose("route", RouteCall(slot_to_row), None).module.maps(slot_to_row, num_rows)
+    return choose(OP, RouteCall(slot_to_row)).module.maps(slot_to_row, num_rows)
 
 
-@route_maps.register_fake
-def _(slot_to_row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def _maps_fake(slot_to_row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return _int32(slot_to_row, num_rows), _int32(slot_to_row, *slot_to_row.shape)
 
 
@@ -66,3 +56,23 @@ def _int32(like: Tensor, *sizes: int) -> Tensor:
 
 def _fields(like: Tensor, experts: int, rows: int, slots: torch.Size | tuple[int, int]) -> Fields:
     return _int32(like, experts), _int32(like, experts + 1), _int32(like, rows), _int32(like, *slots)
+
+
+# (counts, offsets, row_to_slot, slot_to_row) of a stable sort by expert, then slot; of rows in expert order
+# already, with slot = row; and of a sort made elsewhere.
+route_topk = define(
+    "route_topk", f"(Tensor expert_ids, SymInt num_experts) -> {_FIELDS}", _topk, fake=_topk_fake
+)
+route_counts = define(
+    "route_counts", f"(Tensor counts, SymInt num_rows) -> {_FIELDS}", _counts, fake=_counts_fake
+)
+route_sorted = define(
+    "route_sorted",
+    f"(Tensor counts, Tensor row_to_slot, SymInt top_k) -> {_FIELDS}",
+    _sorted,
+    fake=_sorted_fake,
+)
+# (row_to_slot, slot_to_row): both directions from one; rows out of range are dropped.
+route_maps = define(
+    "route_maps", "(Tensor slot_to_row, SymInt num_rows) -> (Tensor, Tensor)", _maps, fake=_maps_fake
+)

@@ -10,6 +10,7 @@ from torch import Tensor
 from anabranch.errors import ArgumentError
 from anabranch.ops import checks
 
+OP = "route"
 MAX_ROWS = 2**31 - 1
 """Rows and slots are int32."""
 
@@ -64,6 +65,7 @@ class RouteCall:
     """What dispatch asks of a call."""
 
     indices: Tensor
+    backend: str | None = None
 
     @property
     def device(self) -> torch.device:

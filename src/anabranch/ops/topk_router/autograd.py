@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.dispatch import choose, without_autocast
+from anabranch.dispatch import choose
+from anabranch.ops.operator import define
+from anabranch.ops.precision import without_autocast
 from anabranch.ops.second_order import refuse_forward_mode, refuse_second_derivative
 from anabranch.ops.topk_router.call import OP, TopkRouterCall
 
@@ -39,7 +41,7 @@ def _options(call: TopkRouterCall) -> tuple[Any, ...]:
 def _forward(logits: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     call = TopkRouterCall(logits, bias, *options)
     with without_autocast(call.device):
-        return choose(OP, call, call.backend).module.forward(call)
+        return choose(OP, call).module.forward(call)
 
 
 def _forward_fake(logits: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
@@ -51,7 +53,7 @@ def _forward_fake(logits: Tensor, bias: Tensor | None, *options: Any) -> tuple[T
 def _backward(grad: Tensor, logits: Tensor, ids: Tensor, *options: Any) -> Tensor:
     call = TopkRouterCall(logits, None, *options)
     with without_autocast(call.device):
-        return choose(OP, call, call.backend).module.backward(call, ids, grad)
+        return choose(OP, call).module.backward(call, ids, grad)
 
 
 def _backward_fake(grad: Tensor, logits: Tensor, ids: Tensor, *options: Any) -> Tensor:
@@ -60,32 +62,28 @@ def _backward_fake(grad: Tensor, logits: Tensor, ids: Tensor, *options: Any) -> 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     # The ids are enough: the scores of the few chosen are cheap to take again from the logits.
-    ctx.set_materialize_grads(False)
     logits, _, *ctx.options = inputs
     ctx.save_for_backward(logits, output[1])
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    others = [None] * (1 + len(ctx.options))
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None]:
     if grad is None or not ctx.needs_input_grad[0]:
-        return None, *others
-    return topk_router_backward(grad, *ctx.saved_tensors, *ctx.options), *others
+        return (None,)
+    return (topk_router_backward(grad, *ctx.saved_tensors, *ctx.options),)
 
 
-topk_router_forward = torch.library.custom_op(
-    "anabranch::topk_router",
+topk_router_forward = define(
+    "topk_router",
+    f"(Tensor logits, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)",
     _forward,
-    mutates_args=(),
-    schema=f"(Tensor logits, Tensor? bias, {_OPTIONS}) -> (Tensor, Tensor)",
+    fake=_forward_fake,
+    save=_save,
+    differentiate=_differentiate,
 )
-topk_router_forward.register_fake(_forward_fake)
-topk_router_forward.register_autograd(_differentiate, setup_context=_save)
-
-topk_router_backward = torch.library.custom_op(
-    "anabranch::topk_router_backward",
+topk_router_backward = define(
+    "topk_router_backward",
+    f"(Tensor grad, Tensor logits, Tensor ids, {_OPTIONS}) -> Tensor",
     _backward,
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor logits, Tensor ids, {_OPTIONS}) -> Tensor",
+    fake=_backward_fake,
+    differentiate=refuse_second_derivative(OP),
 )
-topk_router_backward.register_fake(_backward_fake)
-refuse_second_derivative(topk_router_backward, OP)

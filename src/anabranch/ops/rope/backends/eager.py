@@ -43,7 +43,8 @@ def _tables(call: RopeCall) -> Tables:
         if call.positions is not None and table.shape[0] == 0:
             table = table.new_zeros(1, table.shape[1])
         halves = [
-            _merge(call, half, index).to(wide(call.dtype)).unsqueeze(2) for half in _halves(call, table)
+            _merge(call, half, index, second=i > 0).to(wide(call.dtype)).unsqueeze(2)
+            for i, half in enumerate(_halves(call, table))
         ]
         made.append((halves[0], halves[-1]))
     (cos_a, cos_b), (sin_a, sin_b) = made
@@ -89,13 +90,16 @@ def _positions(call: RopeCall) -> tuple[Tensor | None, Tensor | None]:
     return index, inside.unsqueeze(2)
 
 
-def _merge(call: RopeCall, half: Tensor, index: Tensor | None) -> Tensor:
-    """(B or 1, S, pairs) of half a table: looked up by position, each pair from the row that it follows."""
+def _merge(call: RopeCall, half: Tensor, index: Tensor | None, *, second: bool = False) -> Tensor:
+    """(B or 1, S, pairs) of half a table: looked up by position, each pair from the row that it follows.
+
+    ``second`` is whether that is the half of the pairs' second channels.
+    """
     if not call.sections:
         return half if index is None else _lookup(half, index)
     batch, tokens = half.shape[1:3] if index is None else index.shape[1:]
     merged = half.new_empty(batch, tokens, call.pairs)
-    for row, pairs in columns(call.sections, call.order):
+    for row, pairs in columns(call.sections, call.order, second=second):
         source = half[row, ..., pairs] if index is None else _lookup(half[:, pairs], index[row])
         merged[..., pairs] = source
     return merged

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anabranch._backends.triton import device as on
 from anabranch._backends.triton.combine import power_of_2
+from anabranch._backends.triton.prepared import launch
 from anabranch.ops.rope.call import RopeCall
 from anabranch.ops.rope.sections import columns
 
@@ -30,8 +31,8 @@ SMALL = 2**25
 
 @triton.jit
 def _entries(
-    p, m_s, stride_w, START: tl.constexpr, STOP: tl.constexpr, PAIRS: tl.constexpr, FULL: tl.constexpr,
-    ADJACENT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
+    p, m_s, stride_w, START: tl.constexpr, STOP: tl.constexpr, SECOND_START: tl.constexpr, SECOND_STOP: tl.constexpr,
+    PAIRS: tl.constexpr, FULL: tl.constexpr, ADJACENT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Two fp32 (BLOCK_S, BLOCK_P) tiles of a table, for pairs' first and second channels; p points to its rows."""
     if FULL and ADJACENT:
@@ -45,6 +46,7 @@ def _entries(
         first = tl.load(p[:, None] + (o_p * stride_w)[None, :], mask=mask, other=0.0)
         second = first
         if FULL:
+            mask = m_s[:, None] & ((o_p >= SECOND_START) & (o_p < SECOND_STOP))[None, :]
             second = tl.load(p[:, None] + ((o_p + PAIRS) * stride_w)[None, :], mask=mask, other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
@@ -52,6 +54,7 @@ def _entries(
 @triton.jit
 def _row(
     cos, sin, positions, token, batch, m_s, entries, row, START: tl.constexpr, STOP: tl.constexpr,
+    SECOND_START: tl.constexpr, SECOND_STOP: tl.constexpr,
     stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
     stride_pr, stride_pb, stride_ps,
     PAIRS: tl.constexpr, FULL: tl.constexpr, ADJACENT: tl.constexpr, INDEXED: tl.constexpr,
@@ -66,9 +69,20 @@ def _row(
         at = tl.where(live, at, 0).to(tl.int64)
     p_c = cos + (row * stride_cr + batch * stride_cb) + at * stride_cs
     p_s = sin + (row * stride_sr + batch * stride_sb) + at * stride_ss
-    cos_a, cos_b = _entries(p_c, live, stride_cw, START, STOP, PAIRS, FULL, ADJACENT, BLOCK_S, BLOCK_P)
-    sin_a, sin_b = _entries(p_s, live, stride_sw, START, STOP, PAIRS, FULL, ADJACENT, BLOCK_S, BLOCK_P)
+    cos_a, cos_b = _entries(
+        p_c, live, stride_cw, START, STOP, SECOND_START, SECOND_STOP, PAIRS, FULL, ADJACENT, BLOCK_S, BLOCK_P
+    )
+    sin_a, sin_b = _entries(
+        p_s, live, stride_sw, START, STOP, SECOND_START, SECOND_STOP, PAIRS, FULL, ADJACENT, BLOCK_S, BLOCK_P
+    )
     return cos_a, cos_b, sin_a, sin_b, live[:, None]
+
+
+@triton.jit
+def _follows(o_p, START: tl.constexpr, STOP: tl.constexpr, STEP: tl.constexpr):
+    """(1, BLOCK_P): which pairs are those from START to STOP, every STEP-th."""
+    since = o_p - START
+    return ((since >= 0) & (o_p < STOP) & (since % STEP == 0))[None, :]
 
 
 @triton.jit
@@ -138,12 +152,13 @@ def rope_kernel(
     stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
     stride_pr, stride_pb, stride_ps,
     D: tl.constexpr, PAIRS: tl.constexpr, FULL: tl.constexpr, ADJACENT: tl.constexpr, INDEXED: tl.constexpr,
-    ROWS: tl.constexpr, SECTIONS: tl.constexpr, TRANSPOSE: tl.constexpr, COPY_REST: tl.constexpr,
+    ROWS: tl.constexpr, SECTIONS: tl.constexpr, SECOND: tl.constexpr, TRANSPOSE: tl.constexpr, COPY_REST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Strides end in what they step over: b batch, h head, s token, d channel, r row, w column of a table.
 
-    SECTIONS holds start, stop and step of the pairs that follow each of ROWS rows; a later row takes precedence.
+    SECTIONS holds start, stop and step of the pairs whose first channels follow each of ROWS rows, SECOND those of
+    their second channels; a later row takes precedence.
     """
     # Groups of heads vary fastest, so that those with the same entries of the tables run together.
     q_groups = tl.cdiv(q_heads, HEADS)
@@ -157,7 +172,7 @@ def rope_kernel(
     o_p = tl.arange(0, BLOCK_P)
 
     cos_a, cos_b, sin_a, sin_b, inside = _row(
-        cos, sin, positions, token, batch, m_s, entries, 0, SECTIONS[0], SECTIONS[1],
+        cos, sin, positions, token, batch, m_s, entries, 0, SECTIONS[0], SECTIONS[1], SECOND[0], SECOND[1],
         stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
         stride_pr, stride_pb, stride_ps, PAIRS, FULL, ADJACENT, INDEXED, BLOCK_S, BLOCK_P,
     )  # fmt: skip
@@ -166,13 +181,14 @@ def rope_kernel(
             cos, sin, positions, token, batch, m_s, entries, row,
             # Scattered columns come with whole sectors anyway: read as vectors, then choose.
             SECTIONS[3 * row] if SECTIONS[3 * row + 2] == 1 else 0, SECTIONS[3 * row + 1],
+            SECOND[3 * row] if SECOND[3 * row + 2] == 1 else 0, SECOND[3 * row + 1],
             stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
             stride_pr, stride_pb, stride_ps, PAIRS, FULL, ADJACENT, INDEXED, BLOCK_S, BLOCK_P,
         )  # fmt: skip
-        since = o_p - SECTIONS[3 * row]
-        mine = ((since >= 0) & (o_p < SECTIONS[3 * row + 1]) & (since % SECTIONS[3 * row + 2] == 0))[None, :]
-        cos_a, cos_b = tl.where(mine, c_a, cos_a), tl.where(mine, c_b, cos_b)
-        sin_a, sin_b = tl.where(mine, s_a, sin_a), tl.where(mine, s_b, sin_b)
+        mine = _follows(o_p, SECTIONS[3 * row], SECTIONS[3 * row + 1], SECTIONS[3 * row + 2])
+        other = _follows(o_p, SECOND[3 * row], SECOND[3 * row + 1], SECOND[3 * row + 2])
+        cos_a, cos_b = tl.where(mine, c_a, cos_a), tl.where(other, c_b, cos_b)
+        sin_a, sin_b = tl.where(mine, s_a, sin_a), tl.where(other, s_b, sin_b)
         inside = tl.where(mine, live, inside)
     if TRANSPOSE:
         upper, lower = sin_b, -sin_a
@@ -218,16 +234,18 @@ def rotate(call: RopeCall, q_out: Tensor, k_out: Tensor | None) -> None:
     strides = [_ordered(call, x.stride(), 0) for x in (q, k, q_out, k_out)]
     near = all((block_s - 1) * s + (channels - 1) * d <= on.INT32_MAX for _, _, s, d in strides)
     places = (0, 0, 0) if positions is None else _table_strides(positions, 1)
-    with on.current(call.device):
-        rope_kernel[(batches * blocks * (-(-q_heads // heads) - (-k_heads // heads)),)](
-            q, k, q_out, k_out, cos, sin, positions, tokens, blocks, q_heads, k_heads, cos.shape[0],
-            *strides[0], *strides[1], *strides[2], *strides[3],
-            *_table_strides(cos, 2), *_table_strides(sin, 2), *places,
-            D=channels, PAIRS=pairs, FULL=cos.shape[-1] != pairs, ADJACENT=call.pairing == "adjacent",
-            INDEXED=positions is not None, ROWS=3 if call.sections else 1,
-            SECTIONS=_sections(tuple(call.sections), call.order, pairs), TRANSPOSE=call.transpose, COPY_REST=rest > 0,
-            HEADS=heads, BLOCK_S=block_s, BLOCK_P=block_p, OFFSET=tl.int32 if near else tl.int64, num_warps=num_warps,
-        )  # fmt: skip
+    sections = tuple(call.sections)
+    launch(
+        call.device, rope_kernel, (batches * blocks * (-(-q_heads // heads) - (-k_heads // heads)),),
+        (q, k, q_out, k_out, cos, sin, positions), tokens, blocks, q_heads, k_heads, cos.shape[0],
+        *strides[0], *strides[1], *strides[2], *strides[3],
+        *_table_strides(cos, 2), *_table_strides(sin, 2), *places,
+        D=channels, PAIRS=pairs, FULL=cos.shape[-1] != pairs, ADJACENT=call.pairing == "adjacent",
+        INDEXED=positions is not None, ROWS=3 if call.sections else 1,
+        SECTIONS=_sections(sections, call.order, pairs, False), SECOND=_sections(sections, call.order, pairs, True),
+        TRANSPOSE=call.transpose, COPY_REST=rest > 0,
+        HEADS=heads, BLOCK_S=block_s, BLOCK_P=block_p, OFFSET=tl.int32 if near else tl.int64, num_warps=num_warps,
+    )  # fmt: skip
 
 
 # What follows runs before every launch, of kernels that may take no longer: Triton's own helpers are too slow for it.
@@ -267,9 +285,9 @@ def _table_strides(table: Tensor, last: int) -> Sequence[int]:
 
 
 @cache
-def _sections(sections: Sequence[int], order: str, pairs: int) -> tuple[int, ...]:
-    """start, stop and step of the pairs that follow each row."""
+def _sections(sections: Sequence[int], order: str, pairs: int, second: bool) -> tuple[int, ...]:
+    """start, stop and step of the pairs whose first, or second, channels follow each row."""
     if not sections:
         return 0, pairs, 1
-    bounds = (follow.indices(pairs) for _, follow in columns(sections, order))
+    bounds = (follow.indices(pairs) for _, follow in columns(sections, order, second=second))
     return tuple(number for bound in bounds for number in bound)

@@ -1,0 +1,166 @@
+"""What every operator keeps, whatever it computes: seen on small ones that are defined here."""
+
+import importlib
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import anabranch
+from anabranch.ops import operator
+from anabranch.ops.permute import autograd as permute
+
+NAMESPACE = "anabranch_planted"
+
+
+@pytest.fixture(autouse=True)
+def _namespace(monkeypatch):
+    monkeypatch.setattr(operator, "NAMESPACE", NAMESPACE)
+
+
+def define_scaled(needs):
+    """``factor * weight * x`` for every x of a list; ``needs`` collects what was needed of the gradient."""
+
+    def save(ctx, args, results):
+        xs, weight, ctx.factor = args
+        ctx.save_for_backward(weight, *xs)
+
+    def differentiate(ctx, *grads):
+        weight, *xs = ctx.saved_tensors
+        needs.append(ctx.needs_input_grad[: len(xs) + 1])
+        seen = [None if g is None else ctx.factor * g for g in grads]
+        d_xs = [None if g is None else g if weight is None else g * weight for g in seen]
+        d_weight = sum((g * x).sum() for g, x in zip(seen, xs, strict=True) if g is not None)
+        return (*d_xs, d_weight) if weight is not None else d_xs
+
+    return operator.define(
+        "scaled",
+        "(Tensor[] xs, Tensor? weight, float factor) -> Tensor[]",
+        lambda xs, weight, factor: [factor * x if weight is None else factor * weight * x for x in xs],
+        fake=lambda xs, weight, factor: [torch.empty_like(x) for x in xs],
+        save=save,
+        differentiate=differentiate,
+    )
+
+
+def define_doubling():
+    def kernel(out, others, x):
+        for value in (out, *others):
+            if value is not None:
+                value.copy_(2 * x)
+
+    return operator.define(
+        "double", "(Tensor(a!)? out, Tensor(b!)[] others, Tensor x) -> ()", kernel, fake=lambda *args: None
+    )
+
+
+def test_gradients_of_lists_and_of_what_is_optional():
+    needs = []
+    scaled = define_scaled(needs)
+    x, y = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0])
+    weight = torch.tensor(5.0, requires_grad=True)
+    first, second = scaled([x, y], weight, 2.0)
+    assert first.tolist() == [10, 20]
+    assert second.tolist() == [30]
+    d_x, d_weight = torch.autograd.grad(first.sum() + second.sum(), (x, weight))
+    assert d_x.tolist() == [10, 10]
+    assert d_weight.item() == 2 * (1 + 2 + 3)
+    (unused,) = torch.autograd.grad(scaled([x, y], None, 2.0)[0].sum(), x)
+    assert unused.tolist() == [2, 2]
+    assert needs == [(True, False, True), (True, False, False)]
+
+
+def test_opcheck():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(3)
+    torch.library.opcheck(define_scaled([]), ([x, y], torch.tensor(2.0, requires_grad=True), 3.0))
+    torch.library.opcheck(define_scaled([]), ([x, y], None, 3.0))
+    torch.library.opcheck(define_doubling(), (torch.zeros(2), [torch.zeros(2)], torch.ones(2)))
+    torch.library.opcheck(define_doubling(), (None, [], torch.ones(2)))
+
+
+def test_no_node_where_no_gradient_is_needed():
+    scaled = define_scaled([])
+    x = torch.ones(2, requires_grad=True)
+    assert scaled([x], None, 1.0)[0].grad_fn is not None
+    assert scaled([x.detach()], None, 1.0)[0].grad_fn is None
+    with torch.no_grad():
+        assert scaled([x], None, 1.0)[0].grad_fn is None
+    with torch.inference_mode():
+        assert scaled([x], None, 1.0)[0].is_inference()
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_write_to_what_the_backward_reads_is_noticed(in_list):
+    kept, weight = torch.ones(2), torch.ones(2, requires_grad=True)
+    product = weight * kept
+    define_doubling()(None if in_list else kept, [kept] if in_list else [], torch.ones(2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_writes_in_inference_mode():
+    with torch.inference_mode():
+        out = torch.zeros(2)
+        define_doubling()(out, [], torch.ones(2))
+        assert out.tolist() == [2, 2]
+
+
+def test_fake_tensors_have_the_fake_run():
+    with FakeTensorMode():
+        assert define_scaled([])([torch.empty(2, 3)], None, 1.0)[0].shape == (2, 3)
+    assert define_scaled([])([torch.empty(2, 3, device="meta")], None, 1.0)[0].is_meta
+
+
+def test_one_graph():
+    double, scaled = define_doubling(), define_scaled([])
+
+    def function(x):
+        out = torch.zeros(2)
+        double(out, [], x)
+        return scaled([x], out, 3.0)[0]
+
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    result = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+    assert result.tolist() == [6, 24]
+    (grad,) = torch.autograd.grad(result.sum(), x)
+    assert grad.tolist() == [6, 12]
+
+
+def test_the_compiler_does_not_look_inside():
+    compiling = []
+
+    def kernel(x):
+        compiling.append(torch.compiler.is_compiling())
+        return x.clone()
+
+    opaque = operator.define("opaque", "(Tensor x) -> Tensor", kernel, fake=torch.empty_like)
+
+    def given_up(x):
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = opaque(x)
+        return x
+
+    assert torch.compile(given_up, backend="eager")(torch.ones(1)).tolist() == [1]
+    assert compiling == [False, False]
+
+
+def test_a_definition_replaces_the_one_before():
+    x = torch.ones(1)
+    for factor in (2.0, 3.0):
+        again = operator.define(
+            "again", "(Tensor x) -> Tensor", lambda x, factor=factor: factor * x, fake=torch.empty_like
+        )
+        assert again(x).item() == factor
+        assert torch.ops.anabranch_planted.again(x).item() == factor
+
+
+def test_a_module_can_be_imported_anew(monkeypatch):
+    monkeypatch.setattr(operator, "NAMESPACE", "anabranch")
+    layout = anabranch.ExpertLayout.from_topk(torch.tensor([[1], [0]]), 2)
+    x = torch.tensor([[1.0], [2.0]], requires_grad=True)
+    importlib.reload(permute)
+    rows = anabranch.permute(x, layout)
+    assert rows.tolist() == [[2], [1]]
+    (grad,) = torch.autograd.grad(rows[0].sum(), x)
+    assert grad.tolist() == [[0], [1]]
