@@ -28,6 +28,7 @@ class Explanation:
         function: the public function asked about.
         backend: the backend that would run.
         refusals: backend -> why it would not, for each one tried before.
+        loads: operand -> how the backend would load or store it, where it says; those of the forward.
         padding: share of the rows the backend would compute that are padding of its tiles; None where it does not
             say.
         saved_bytes: bytes kept for the backward beyond the arguments; 0 where no gradient is needed.
@@ -36,12 +37,14 @@ class Explanation:
     function: str
     backend: str
     refusals: dict[str, str]
+    loads: dict[str, str]
     padding: float | None
     saved_bytes: int
 
     def __str__(self) -> str:
         lines = [f"{self.function} runs on: {self.backend}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.refusals.items()]
+        lines += [f"  {operand} by {path}" for operand, path in self.loads.items()]
         if self.padding is not None:
             lines.append(f"  padding: {self.padding:.1%} of the rows computed")
         lines.append(f"  kept for the backward beyond the arguments: {self.saved_bytes:,} bytes")
@@ -67,12 +70,16 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if bind is None:
         raise ArgumentError("explain", "fn", expected="an operation of anabranch that has backends", got=name)
     call = bind(*args, **kwargs)
-    backend, refusals, padding = "reference", {}, None
+    backend, refusals = "reference", {}
+    loads: dict[str, str] = {}
+    padding = None
     if call.backend != "reference":
-        choice = choose(op, call, call.backend)
+        choice = choose(op, call)
         backend, refusals = choice.backend, choice.refusals
+        # Of these a backend says what it can.
+        loads = choice.module.loads(call) if hasattr(choice.module, "loads") else {}
         padding = choice.module.padding(call) if hasattr(choice.module, "padding") else None
-    return Explanation(name, backend, refusals, padding, _saved_bytes(fn, args, kwargs))
+    return Explanation(name, backend, refusals, loads, padding, _saved_bytes(fn, args, kwargs))
 
 
 def _find(module: str, name: str) -> tuple[str, Callable[..., Any] | None]:

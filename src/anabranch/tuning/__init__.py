@@ -3,9 +3,19 @@
 Nothing is searched unless ``ANABRANCH_AUTOTUNE=1`` asks for it. docs/tuning.md is the page for users.
 """
 
-from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+from anabranch.ops.grouped_gemm.config import GroupedGemmConfig, GroupedGemmConfigs
 from anabranch.tuning.key import Key, bucket
 from anabranch.tuning.lookup import HEURISTIC, choose
 from anabranch.tuning.search import Outcome, Sample, Trial
 
-__all__ = ["HEURISTIC", "GroupedGemmConfig", "Key", "Outcome", "Sample", "Trial", "bucket", "choose"]
+__all__ = [
+    "HEURISTIC",
+    "GroupedGemmConfig",
+    "GroupedGemmConfigs",
+    "Key",
+    "Outcome",
+    "Sample",
+    "Trial",
+    "bucket",
+    "choose",
+]

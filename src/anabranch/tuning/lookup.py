@@ -47,9 +47,11 @@ class Product(Protocol):
     def trial(self, default: Any) -> Trial: ...
 
 
-def choose(product: Product, default: C) -> C:
+def choose(product: Product, default: C, *, may_search: bool = True) -> C:
     """The configuration to launch a product with; ``default`` is the heuristic's."""
     mode = _mode()
+    if mode != "0" and not may_search:
+        mode = None
     place = None if mode == "0" else keys.place(product.device)
     if place is None:
         return default

@@ -42,12 +42,14 @@ class Sample:
         rows: which rows.
         truth: these rows in fp64.
         baseline: the same in plain PyTorch, in the result's precision.
+        terms: how many terms each element adds up, in whatever order a candidate does; 0 if that is not to count.
     """
 
     name: str
     rows: Tensor
     truth: Tensor
     baseline: Tensor
+    terms: int = 0
 
 
 @dataclass(frozen=True, eq=False)

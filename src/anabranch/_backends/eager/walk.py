@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
+from torch.nn import functional as nn
 
 from anabranch._backends.eager.product import Block, EvenBlock
 from anabranch.layout import ExpertLayout
@@ -18,6 +18,8 @@ BLOCK = 2**18
 """Elements of pre-activation in a block: large enough to outweigh the calls, small enough for the cache."""
 FILLERS = 1 / 6
 """Fillers in an even block, at most, beside each row."""
+EVEN = 2
+"""Blocks that an even one is as large as: its two products outweigh more rows that leave the cache."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,11 @@ class Walk:
         rows: (places,) row of each, or None where place and row are the same.
         slot_to_place: (T, K); the number of places where a slot is dropped.
         idle: experts without a row.
-        fillers: (places, 1) bool, or None where there is none.
+        fillers: (places,) bool, or None where there is none.
         places_of_rows: the place of each row; None unless there are fillers.
     """
 
-    blocks: list[Block]
+    blocks: Sequence[Block]
     slots: Tensor
     tokens: Tensor
     rows: Tensor | None
@@ -67,28 +69,19 @@ class Walk:
         if places < inverse.numel():
             inverse = torch.where(inverse < 0, places, inverse)
         size = max(1, BLOCK // max(1, width))
+        blocks: Sequence[Block] = list(_blocks(offsets, size))
+        fillers = places_of_rows = None
+        if even and rows is None and (evened := _even_blocks(offsets, size, 2 * len(blocks))):
+            blocks = evened
+            rows, fillers = _filled(evened, offsets)
+            places_of_rows = torch.nonzero(~fillers)[:, 0]
+            ends = places_of_rows
+            if places < inverse.numel():
+                ends = nn.pad(ends, (0, 1), value=rows.shape[0])  # where dropped slots go
+            slots, inverse = slots[rows], ends[inverse]
         idle = [e for e, (start, stop) in enumerate(pairwise(offsets)) if start == stop]
-        walk = cls(list(_blocks(offsets, size)), slots, slots // max(1, layout.top_k), rows, inverse, idle)
-        return walk._evened(offsets, size) if even and rows is None else walk
-
-    def _evened(self, offsets: list[int], size: int) -> Walk:
-        """This walk, in which rows are places, with fillers; itself if the counts differ too much."""
-        blocks = list(_even_blocks(offsets, size))
-        # Many blocks of an expert or two cost more than their products gain.
-        if not blocks or len(blocks) > 2 * len(self.blocks):
-            return self
-        heights = [j - i for block in blocks for _, i, j in block.experts]
-        bounds = [(start, stop) for start, stop in pairwise(offsets) if stop > start]
-        (start, stop), height = torch.tensor(bounds).T, torch.tensor(heights)
-        lead, total = height.cumsum(0) - height, blocks[-1].stop
-        places_of_rows = torch.arange(self.places + 1)
-        places_of_rows[:-1] += torch.repeat_interleave(lead - start, stop - start, output_size=self.places)
-        places_of_rows[-1] = total  # where dropped slots go
-        rows = torch.arange(total) + torch.repeat_interleave(start - lead, height, output_size=total)
-        last = torch.repeat_interleave(stop - 1, height, output_size=total)
-        fillers, rows = (rows > last)[:, None], torch.minimum(rows, last)
-        slots, tokens, inverse = self.slots[rows], self.tokens[rows], places_of_rows[self.slot_to_place]
-        return Walk(blocks, slots, tokens, rows, inverse, self.idle, fillers, places_of_rows[:-1])
+        tokens = slots // max(1, layout.top_k)
+        return cls(blocks, slots, tokens, rows, inverse, idle, fillers, places_of_rows)
 
     @property
     def places(self) -> int:
@@ -155,7 +148,7 @@ class Walk:
             weights = torch.where(self.slot_to_place < self.places, weights.to(acc), 0)
         bag = y.device.type == "cpu" and (weights is None or y.dtype == acc)
         if bag and self.slot_to_place.numel() and y.shape[1]:
-            return embedding_bag(self.slot_to_place, y, mode="sum", per_sample_weights=weights)
+            return nn.embedding_bag(self.slot_to_place, y, mode="sum", per_sample_weights=weights)
         total = y.new_zeros(tokens, y.shape[1], dtype=acc)
         for k in range(top_k):
             term = y.index_select(0, self.slot_to_place[:, k]).to(acc)
@@ -200,16 +193,18 @@ def _blocks(offsets: list[int], rows: int) -> Iterator[Block]:
         yield Block(first, offsets[-1], experts)
 
 
-def _even_blocks(offsets: list[int], rows: int) -> Iterator[EvenBlock]:
+def _even_blocks(offsets: list[int], rows: int, most: int) -> list[EvenBlock]:
     """Experts that follow on each other, each with places for the tallest's rows, as long as few are fillers.
 
-    A block ends at an expert without rows, which has none to fill up with, and at ``rows`` rows as :func:`_blocks` has it.
+    A block ends at an expert without rows, which has none to fill up with, and at EVEN times ``rows`` rows. None
+    at all if it were more than ``most``: many blocks of an expert or two cost more than their products gain.
     """
     counts = [stop - start for start, stop in pairwise(offsets)]
+    blocks: list[EvenBlock] = []
     place, first = 0, 0
-    while first < len(counts):
+    while first < len(counts) and len(blocks) <= most:
         last, height, total = first, counts[first], counts[first]
-        while total and total < rows and last + 1 < len(counts) and counts[last + 1]:
+        while total and total < EVEN * rows and last + 1 < len(counts) and counts[last + 1]:
             taller = max(height, counts[last + 1])
             if taller * (last + 2 - first) > (1 + FILLERS) * (total + counts[last + 1]):
                 break
@@ -217,6 +212,20 @@ def _even_blocks(offsets: list[int], rows: int) -> Iterator[EvenBlock]:
         if total:
             experts = [(e, (e - first) * height, (e - first + 1) * height) for e in range(first, last + 1)]
             stop = place + height * len(experts)
-            yield EvenBlock(place, stop, experts, slice(offsets[first], offsets[last + 1]))
+            blocks.append(EvenBlock(place, stop, experts, slice(offsets[first], offsets[last + 1])))
             place = stop
         first = last + 1
+    return blocks if len(blocks) <= most else []
+
+
+def _filled(blocks: list[EvenBlock], offsets: list[int]) -> tuple[Tensor, Tensor]:
+    """(row, whether it is a filler) of each place."""
+    table = [
+        (j - i, offsets[e] - block.start - i, offsets[e + 1] - 1)
+        for block in blocks
+        for e, i, j in block.experts
+    ]
+    heights, shift_and_last = torch.tensor(table).T.split((1, 2))
+    shift, last = torch.repeat_interleave(shift_and_last, heights[0], 1, output_size=blocks[-1].stop)
+    rows = shift + torch.arange(blocks[-1].stop)
+    return torch.minimum(rows, last), rows > last

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anabranch._backends.triton.device import current
+from anabranch._backends.triton import operand
+from anabranch._backends.triton.operand import Operand
+from anabranch._backends.triton.prepared import REMEMBERED, Launch
 
 UNROLL = 16
 """Rows of a token that are read before the first is added."""
@@ -52,18 +57,26 @@ def _combine_kernel(
 
 def combine(y: Tensor, slot_to_row: Tensor, weights: Tensor | None, out: Tensor) -> None:
     """Writes (T, H) from (rows, H), (T, K) and, if given, (T, K) weights of any float dtype."""
+    if out.numel():
+        slot_to_row = slot_to_row.contiguous()
+        launch = _prepare(out.device, *map(operand.maybe, (y, slot_to_row, weights, out)))
+        launch(y, slot_to_row, weights, out)
+
+
+@lru_cache(REMEMBERED)
+def _prepare(
+    device: torch.device, y: Operand, slot_to_row: Operand, weights: Operand | None, out: Operand
+) -> Launch:
     num_tokens, hidden = out.shape
-    if out.numel() == 0:
-        return
     top_k = slot_to_row.shape[1]
     # 16 bytes of each row a thread, twice that of few rows: enough on their way to hide the wait.
-    block = min((32 if top_k <= 4 else 16) // y.element_size() * 128, power_of_2(hidden))
-    strides = (0, 0) if weights is None else weights.stride()
-    with current(out.device):
-        _combine_kernel[(num_tokens, -(-hidden // block))](
-            y, slot_to_row.contiguous(), weights, out, hidden, *y.stride(), *strides, out.stride(0), y.shape[0],
-            TOP_K=top_k, UNROLL=max(1, min(top_k, UNROLL)), WEIGHTED=weights is not None, BLOCK_H=block, num_warps=4,
-        )  # fmt: skip
+    block = min((32 if top_k <= 4 else 16) // y.dtype.itemsize * 128, power_of_2(hidden))
+    strides = (0, 0) if weights is None else weights.stride
+    return Launch(
+        device, _combine_kernel, (num_tokens, -(-hidden // block)),
+        hidden, *y.stride, *strides, out.stride[0], y.shape[0],
+        TOP_K=top_k, UNROLL=max(1, min(top_k, UNROLL)), WEIGHTED=weights is not None, BLOCK_H=block, num_warps=4,
+    )  # fmt: skip
 
 
 def power_of_2(least: int) -> int:

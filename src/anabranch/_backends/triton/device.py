@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from anabranch._backends.triton import operand
 
 INT32_MAX = 2**31 - 1
 
@@ -39,6 +41,21 @@ def shared_memory_limit(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
+class Gpu(NamedTuple):
+    """All that launchers decide by, of where they launch."""
+
+    device: torch.device
+    capability: tuple[int, int]
+    num_sms: int
+    shared_memory: int
+    int32_max: int
+
+
+def gpu(device: torch.device) -> Gpu:
+    """The facts about a device, as one value."""
+    return Gpu(device, capability(device), num_sms(device), shared_memory_limit(device), INT32_MAX)
+
+
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Launch on the tensors' device, whatever the current one is."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -48,11 +65,7 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 def fits_int32(*values: Tensor | None) -> bool:
     """Whether every element's offset from its tensor's start, in elements, is below 2**31."""
-    return all(
-        v is None
-        or sum((size - 1) * abs(step) for size, step in zip(v.shape, v.stride(), strict=True)) <= INT32_MAX
-        for v in values
-    )
+    return all(operand.reach(operand.maybe(v)) <= INT32_MAX for v in values)
 
 
 def tma_refusal(value: Tensor, inner: int = -1) -> str | None:
@@ -60,18 +73,7 @@ def tma_refusal(value: Tensor, inner: int = -1) -> str | None:
 
     ``inner`` is the dimension that a tile is contiguous along.
     """
-    if capability(value.device) < (9, 0):
-        return "the device has no tensor memory accelerator"
-    if value.numel() == 0:
-        return "the tensor is empty"
-    if value.stride(inner) != 1:
-        return "the tile's inner dimension is not contiguous"
-    if value.data_ptr() % 16:
-        return "the base address is not a multiple of 16 bytes"
-    for dim, step in enumerate(value.stride()):
-        if dim != inner % value.dim() and (step * value.element_size() % 16 or step <= 0):
-            return f"stride {step} of dimension {dim} is not a positive multiple of 16 bytes"
-    return None
+    return operand.tma_refusal(operand.of(value), capability(value.device), inner)
 
 
 def input_precision(dtype: torch.dtype) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anabranch._backends.triton.device import current
+from anabranch._backends.triton import operand
+from anabranch._backends.triton.combine import power_of_2
+from anabranch._backends.triton.operand import Operand
+from anabranch._backends.triton.prepared import REMEMBERED, Launch
 from anabranch.layout import ExpertLayout
 
 
@@ -42,16 +48,28 @@ def _gather_kernel(
 
 def gather_rows(x: Tensor, layout: ExpertLayout, weights: Tensor | None = None) -> Tensor:
     """(R, H) from (T, H): row r is ``(weight *) x[slot(r) // K]``, fp32 product, one rounding; zeros without a slot."""
-    num_tokens, hidden = x.shape
-    out = x.new_empty(layout.num_rows, hidden)
-    if out.numel() == 0:
-        return out
-    block = min(1024, triton.next_power_of_2(hidden))
-    strides = (0, 0) if weights is None else weights.stride()
-    sweepers = min(64, triton.cdiv(layout.num_rows, 64))
-    with current(x.device):
-        _gather_kernel[(num_tokens + sweepers, triton.cdiv(hidden, block))](
-            x, weights, layout.slot_to_row, layout.row_to_slot, out, num_tokens, layout.num_rows, hidden,
-            *x.stride(), *strides, TOP_K=layout.top_k, WEIGHTED=weights is not None, BLOCK_H=block, num_warps=4,
-        )  # fmt: skip
+    out = x.new_empty(layout.num_rows, x.shape[1])
+    if out.numel():
+        tensors = x, weights, layout.slot_to_row.contiguous(), layout.row_to_slot.contiguous(), out
+        _prepare(x.device, *map(operand.maybe, tensors))(*tensors)
     return out
+
+
+@lru_cache(REMEMBERED)
+def _prepare(
+    device: torch.device,
+    x: Operand,
+    weights: Operand | None,
+    slot_to_row: Operand,
+    row_to_slot: Operand,
+    out: Operand,
+) -> Launch:
+    num_tokens, hidden = x.shape
+    num_rows = out.shape[0]
+    block = min(1024, power_of_2(hidden))
+    sweepers = min(64, triton.cdiv(num_rows, 64))
+    return Launch(
+        device, _gather_kernel, (num_tokens + sweepers, triton.cdiv(hidden, block)),
+        num_tokens, num_rows, hidden, *x.stride, *((0, 0) if weights is None else weights.stride),
+        TOP_K=slot_to_row.shape[1], WEIGHTED=weights is not None, BLOCK_H=block, num_warps=4,
+    )  # fmt: skip

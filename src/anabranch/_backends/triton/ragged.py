@@ -7,22 +7,47 @@ the expert's last row is out of bounds, reads as zeros and is not written (the i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
-def dense(value: Tensor, block: list[int]) -> TensorDescriptor:
-    """A descriptor of the whole tensor with tiles of ``block``."""
-    return TensorDescriptor(value, list(value.shape), list(value.stride()), block)
+from anabranch._backends.triton.operand import Operand
 
 
-def ragged(value: Tensor, block: list[int]) -> TensorDescriptor:
-    """A descriptor of (rows, columns) with tiles of ``block``, for :func:`load_ragged` and :func:`store_ragged`."""
-    step = value.stride(0)
+class Tiles(NamedTuple):
+    """How the tensor memory accelerator goes over an operand."""
+
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+
+    def of(self, value: Tensor) -> TensorDescriptor:
+        """The descriptor of a tensor like the operand."""
+        # The class's own __init__ checks at every launch what tma_refusal has checked once.
+        found = object.__new__(TensorDescriptor)
+        found.base, found.shape, found.strides, found.block_shape = (
+            value,
+            self.shape,
+            self.strides,
+            self.block,
+        )
+        found.padding = "zero"
+        return found
+
+
+def dense(value: Operand, block: list[int]) -> Tiles:
+    """Tiles of ``block`` of the whole tensor."""
+    return Tiles(list(value.shape), list(value.stride), block)
+
+
+def ragged(value: Operand, block: list[int]) -> Tiles:
+    """Tiles of ``block`` of (rows, columns), for :func:`load_ragged` and :func:`store_ragged`."""
+    step = value.stride[0]
     shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, value.shape[1]]
-    return TensorDescriptor(value, shape, [2**34 - step, step, step, 1], [1, 1, *block])
+    return Tiles(shape, [2**34 - step, step, step, 1], [1, 1, *block])
 
 
 @triton.jit

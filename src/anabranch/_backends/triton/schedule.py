@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from anabranch._backends.triton.device import current
+from anabranch._backends.triton import operand
+from anabranch._backends.triton.operand import Operand
+from anabranch._backends.triton.prepared import REMEMBERED, Launch
 
 
 def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
@@ -15,45 +19,50 @@ def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
     return min(triton.cdiv(num_rows, block_m) + num_experts, max(num_rows, 1))
 
 
-@triton.jit(do_not_specialize=["num_experts", "size"])
+@triton.jit(do_not_specialize=["num_experts", "num_rows", "size"])
 def _schedule_kernel(
-    offsets, tiles, num_experts, size, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr
-):
+    offsets, tiles, num_experts, num_rows, size, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
     """Program e lists the tiles of expert e: tiles[0, i] = e, tiles[1, i] = first row; tiles[2, 0] = how many."""
     expert = tl.program_id(0)
     all_experts = tl.arange(0, EXPERTS)
     inside = all_experts < num_experts
+    # Those of a layout put together by hand may be anything: then tiles overlap, or some are left out.
     starts = tl.load(offsets + all_experts, mask=inside, other=0)
     stops = tl.load(offsets + all_experts + 1, mask=inside, other=0)
-    counts = (stops - starts + BLOCK_M - 1) // BLOCK_M
+    starts = tl.minimum(tl.maximum(starts, 0), num_rows)
+    stops = tl.minimum(tl.maximum(stops, starts), num_rows)
+    counts = (stops - starts + BLOCK_M - 1).to(tl.int64) // BLOCK_M
     first = tl.sum(tl.where(all_experts < expert, counts, 0))
     mine = tl.sum(tl.where(all_experts == expert, counts, 0))
     row = tl.sum(tl.where(all_experts == expert, starts, 0))
+    mine = tl.minimum(mine, tl.maximum(size - first, 0)).to(tl.int32)
     for i in range(0, mine, STEP):
         tile = i + tl.arange(0, STEP)
-        keep = (tile < mine) & (first + tile < size)
-        tl.store(tiles + first + tile, expert + tile * 0, mask=keep)
-        tl.store(tiles + size + first + tile, row + tile * BLOCK_M, mask=keep)
+        tl.store(tiles + first + tile, expert + tile * 0, mask=tile < mine)
+        tl.store(tiles + size + first + tile, row + tile * BLOCK_M, mask=tile < mine)
     if expert == num_experts - 1:
-        tl.store(tiles + 2 * size, first + mine)
+        tl.store(tiles + 2 * size, tl.minimum(first + mine, size).to(tl.int32))
 
 
 def schedule(offsets: Tensor, num_rows: int, block_m: int) -> Tensor:
     """(3, max_tiles) int32, built on the device: expert of each tile, its first row, and [2, 0] the number of tiles."""
+    size, launch = _prepare(offsets.device, operand.of(offsets), num_rows, block_m)
+    tiles = torch.empty((3, size), dtype=torch.int32, device=offsets.device)
+    launch(offsets, tiles)
+    return tiles
+
+
+@lru_cache(REMEMBERED)
+def _prepare(device: torch.device, offsets: Operand, num_rows: int, block_m: int) -> tuple[int, Launch]:
+    """The most tiles there can be, and the launch that lists them."""
     num_experts = offsets.shape[0] - 1
     size = max_tiles(num_rows, num_experts, block_m)
-    tiles = torch.empty(3, size, dtype=torch.int32, device=offsets.device)
-    with current(offsets.device):
-        _schedule_kernel[(num_experts,)](
-            offsets,
-            tiles,
-            num_experts,
-            size,
-            BLOCK_M=block_m,
-            EXPERTS=triton.next_power_of_2(num_experts),
-            STEP=64,
-        )
-    return tiles
+    launch = Launch(
+        device, _schedule_kernel, (num_experts,), num_experts, num_rows, size,
+        BLOCK_M=block_m, EXPERTS=triton.next_power_of_2(num_experts), STEP=64,
+    )  # fmt: skip
+    return size, launch
 
 
 @triton.jit

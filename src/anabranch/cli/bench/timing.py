@@ -12,9 +12,10 @@ WARMUP = 3
 
 
 def medians(runs: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
-    """Seconds of each run: the median over rounds, in each of which every one runs once, in turn.
+    """Seconds of each run: the median over rounds, in each of which every one has its turn.
 
-    Whatever else the machine does meets all alike, so their ratios mean something where their times do not.
+    Whatever else the machine does meets all alike, so their ratios mean something where their times do not. In a
+    turn it runs twice and the second time counts: as in a loop, it finds its own data in the cache, not another's.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
@@ -22,6 +23,7 @@ def medians(runs: Mapping[str, Callable[[], object]], rounds: int, device: torch
         # Another one first each round: none always follows the same neighbour with the same cache.
         shift = index % len(names)
         for name in names[shift:] + names[:shift]:
+            runs[name]()
             start = _now(device)
             runs[name]()
             elapsed = _now(device) - start

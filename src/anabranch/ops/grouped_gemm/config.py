@@ -51,6 +51,21 @@ class GroupedGemmConfig:
     flatten: bool = False
 
 
+@dataclass(frozen=True)
+class GroupedGemmConfigs:
+    """One for each product of a training step: a configuration, ``"heuristic"``, or None for the best known.
+
+    Attributes:
+        forward: of the output.
+        d_x: of x's gradient, whose columns are K_dim and whose reduction is N.
+        d_weight: of weight's gradient.
+    """
+
+    forward: GroupedGemmConfig | str | None = None
+    d_x: GroupedGemmConfig | str | None = None
+    d_weight: GroupedGemmConfig | str | None = None
+
+
 Config = GroupedGemmConfig
 Tiles = Mapping[float, GroupedGemmConfig]
 """A configuration for up to so many rows an expert."""

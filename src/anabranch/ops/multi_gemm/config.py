@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -38,35 +39,64 @@ class MultiGemmConfig:
     flatten: bool = False
 
 
-Table = Mapping[MultiGemmConfig, float]
-"""Share of the peak that tiles reach on a full device: smaller ones read their operands more often."""
-HALF: Table = {
-    MultiGemmConfig(128, 256, 64, 8, 3): 1.0,
-    MultiGemmConfig(128, 128, 64, 8, 4): 0.8,
-    MultiGemmConfig(64, 128, 64, 4, 4): 0.6,
-    MultiGemmConfig(64, 64, 64, 4, 4): 0.4,
-    MultiGemmConfig(16, 128, 128, 4, 4): 0.2,
-    MultiGemmConfig(16, 64, 128, 4, 4): 0.15,
-}
-HALF_COPIED: Table = {
-    MultiGemmConfig(128, 128, 64, 8, 3): 1.0,
-    MultiGemmConfig(64, 128, 64, 4, 3): 0.7,
-    MultiGemmConfig(64, 64, 64, 4, 3): 0.5,
-    MultiGemmConfig(16, 64, 64, 4, 3): 0.2,
-}
-TF32: Table = {
-    MultiGemmConfig(128, 128, 32, 8, 3): 1.0,
-    MultiGemmConfig(64, 64, 32, 4, 3): 0.6,
-    MultiGemmConfig(16, 64, 32, 4, 3): 0.2,
-}
-IEEE: Table = {
-    MultiGemmConfig(64, 128, 16, 8, 3): 1.0,
-    MultiGemmConfig(64, 64, 16, 8, 3): 0.8,
-    MultiGemmConfig(16, 32, 16, 4, 3): 0.4,
-}
-"""Full fp32 is multiplied outside the tensor cores, with operands in registers."""
-SMALL: Table = {MultiGemmConfig(64, 64, 32, 8, 2): 1.0, MultiGemmConfig(16, 64, 32, 4, 2): 0.5}
-"""For loads element by element, each with a pointer in registers."""
+class Table(NamedTuple):
+    """Tiles to choose from.
+
+    Attributes:
+        shares: of the peak that tiles reach on a full device: smaller ones read their operands more often.
+        start: what a tile takes beside its steps, to wait for its first operands and to store its result, in
+            products of two numbers that the peak would be in that time: a bit more than a microsecond.
+    """
+
+    shares: Mapping[MultiGemmConfig, float]
+    start: float
+
+
+# Measured on an H200, as are the shares' ratios.
+HALF = Table(
+    {
+        MultiGemmConfig(128, 256, 64, 8, 3, group_m=16): 1.0,
+        MultiGemmConfig(128, 128, 64, 4, 4): 0.85,
+        MultiGemmConfig(64, 128, 64, 4, 4): 0.6,
+        MultiGemmConfig(64, 64, 64, 4, 4): 0.4,
+        MultiGemmConfig(16, 128, 128, 4, 4): 0.2,
+        MultiGemmConfig(16, 64, 128, 4, 4): 0.15,
+    },
+    4.5e6,
+)
+HALF_COPIED = Table(
+    {
+        MultiGemmConfig(128, 128, 64, 8, 3): 1.0,
+        MultiGemmConfig(64, 128, 64, 4, 3): 0.7,
+        MultiGemmConfig(64, 64, 64, 4, 3): 0.5,
+        MultiGemmConfig(16, 64, 64, 4, 3): 0.2,
+    },
+    1.7e6,
+)
+TF32 = Table(
+    {
+        MultiGemmConfig(128, 128, 32, 8, 3): 1.0,
+        MultiGemmConfig(64, 64, 32, 4, 3): 0.6,
+        MultiGemmConfig(16, 64, 32, 4, 3): 0.2,
+    },
+    2e6,
+)
+# Full fp32 is multiplied outside the tensor cores, with operands in registers.
+IEEE = Table(
+    {
+        MultiGemmConfig(64, 128, 16, 8, 3): 1.0,
+        MultiGemmConfig(64, 64, 16, 8, 3): 0.8,
+        MultiGemmConfig(16, 32, 16, 4, 3): 0.4,
+    },
+    3e5,
+)
+# For loads element by element, each with a pointer in registers.
+SMALL = Table({MultiGemmConfig(64, 64, 32, 8, 2): 1.0, MultiGemmConfig(16, 64, 32, 4, 2): 0.5}, 3e5)
+
+ALONE = {MultiGemmConfig(128, 128, 64, 4, 4): MultiGemmConfig(64, 256, 64, 4, 4)}
+"""Better tiles where each program has one at most: they read more, but nothing waits for the memory then."""
+MANY = 4
+"""Tiles of a program from which on loads that run ahead across tiles pay for the registers that they take."""
 
 
 def shared_memory(config: MultiGemmConfig, dtype: torch.dtype, loads: int = TMA) -> int:
@@ -117,16 +147,28 @@ def heuristic(
     sizes: Sizes, dtype: torch.dtype, limit: int, num_sms: int, *, precision: str = "ieee", loads: int = TMA
 ) -> MultiGemmConfig:
     """The tiles with which the last multiprocessor should finish first, shrunk to the shared memory there is."""
-    candidates = table(dtype, precision, loads)
+    choices = table(dtype, precision, loads)
+    config = min(choices.shares, key=lambda c: duration(c, choices, sizes, num_sms))
+    waves = sum(tiles(config, sizes)) / num_sms
+    if waves <= 1:
+        config = ALONE.get(config, config)
+    elif waves >= MANY and config.block_n == 256:
+        config = replace(config, flatten=True)
+    return shrink(config, dtype, limit, loads)
 
-    def duration(config: MultiGemmConfig) -> float:
-        counts = tiles(config, sizes)
-        total = sum(counts)
-        depth = sum(c * max(k, 1) for c, (_, _, k) in zip(counts, sizes, strict=True)) / max(total, 1)
-        waves = -(-total // num_sms)
-        return waves * depth * config.block_m * config.block_n / candidates[config]
 
-    return shrink(min(candidates, key=duration), dtype, limit, loads)
+def duration(config: MultiGemmConfig, choices: Table, sizes: Sizes, programs: int) -> float:
+    """When the last program is through with its tiles. All take them in turn, product after product."""
+    busy = [0.0] * programs
+    first = 0
+    for count, (_, _, k) in zip(tiles(config, sizes), sizes, strict=True):
+        depth = -(-k // config.block_k) * config.block_k
+        one = depth * config.block_m * config.block_n / choices.shares[config] + choices.start
+        each, more = divmod(count, programs)
+        for i in range(programs):
+            busy[(first + i) % programs] += one * (each + (i < more))
+        first = (first + more) % programs
+    return max(busy)
 
 
 def shrink(config: MultiGemmConfig, dtype: torch.dtype, limit: int, loads: int = TMA) -> MultiGemmConfig:

@@ -17,7 +17,8 @@ Gradients = tuple[Tensor | None, ...]
 
 def supports(call: GroupedGemmCall) -> str | None:
     """Everything but a configuration of tiles."""
-    return None if call.config is None else NO_TILES
+    configs = (call.config, call.d_x_config, call.d_weight_config)
+    return None if configs == (None, None, None) else NO_TILES
 
 
 def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:

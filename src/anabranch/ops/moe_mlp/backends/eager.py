@@ -29,17 +29,20 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
     y = walk.new_places(call.x, call.x.shape[1])
     for block in walk.blocks:
         w = work.weights[block.places]
-        in_place = h is not None and walk.rows is None
-        rounded = h[block.places] if in_place else work.scratch("z", block, call.gate_up_nk.shape[1])
+        if h is not None and walk.rows is None:
+            rounded = h[block.places]
+        else:
+            rounded = work.scratch("z", block, call.gate_up_nk.shape[1])
         z = work.scratch.wide("wide z", block, rounded)
         block.multiply_wide(work.inputs(block), call.gate_up_nk, rounded, z, call.gate_up_bias)
         if h is not None:
             walk.put_back(rounded, h, block)
         a = call.epilogue.forward(*call.columns(z))
         if early:
-            # The weight joins the rounding that half precision needs here anyway. z is a copy, so a is ours.
-            a = a.mul_(w)
-        a, y_block = work.scratch.rounded("a", block, a), y[block.places]
+            # The weight joins the rounding that half precision needs here anyway.
+            a = torch.mul(a, w, out=work.scratch("a", block, a.shape[1]))
+        a = work.scratch.rounded("a", block, a)
+        y_block = y[block.places]
         if early and call.down_bias is not None:
             for e, i, j in block.experts:
                 matmul_nt(a[i:j], call.down_nk[e], y_block[i:j], w[i:j] * call.down_bias[e])
@@ -69,7 +72,7 @@ class _Work:
         self.scratch = Scratch(self.walk, call.x)
         self.weights = call.expert_weights.reshape(-1, 1).index_select(0, self.walk.slots).to(acc)
         if self.walk.fillers is not None:
-            self.weights.masked_fill_(self.walk.fillers, 0)
+            self.weights.masked_fill_(self.walk.fillers[:, None], 0)
         self.half = call.dtype != acc
 
     def rows_of(self, value: Tensor, block: Block, name: str) -> Tensor:

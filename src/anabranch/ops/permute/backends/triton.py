@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anabranch._backends.triton.combine import combine, power_of_2
-from anabranch._backends.triton.device import current
+from anabranch._backends.triton.prepared import launch
 from anabranch.layout import ExpertLayout
 from anabranch.ops.permute.call import PermuteCall, UnpermuteBackwardCall, UnpermuteCall
 
@@ -142,11 +142,11 @@ def _spread(
     block_k = min(8, power_of_2(top_k))
     block_h = min(TILE_BYTES // (block_k * x.element_size()), max(16, power_of_2(hidden)))
     shares = 1 if d_weights is not None else -(-hidden // block_h)
-    with current(x.device):
-        spread_kernel[(programs, shares)](
-            x, y, weights, out, d_weights, layout.row_to_slot.contiguous(), layout.slot_to_row.contiguous(),
-            tokens, layout.num_rows, hidden, *x.stride(), *((0, 0) if y is None else y.stride()),
-            *((0, 0) if weights is None else weights.stride()), 0 if out is None else out.stride(0),
-            TOP_K=top_k, WEIGHTED=weights is not None, WRITES=out is not None, DOTS=d_weights is not None,
-            BLOCK_K=block_k, BLOCK_H=block_h, ROWS=ROWS, num_warps=4,
-        )  # fmt: skip
+    launch(
+        x.device, spread_kernel, (programs, shares),
+        (x, y, weights, out, d_weights, layout.row_to_slot.contiguous(), layout.slot_to_row.contiguous()),
+        tokens, layout.num_rows, hidden, *x.stride(), *((0, 0) if y is None else y.stride()),
+        *((0, 0) if weights is None else weights.stride()), 0 if out is None else out.stride(0),
+        TOP_K=top_k, WEIGHTED=weights is not None, WRITES=out is not None, DOTS=d_weights is not None,
+        BLOCK_K=block_k, BLOCK_H=block_h, ROWS=ROWS, num_warps=4,
+    )  # fmt: skip

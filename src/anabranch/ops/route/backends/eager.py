@@ -39,17 +39,26 @@ def _pair(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def topk(expert_ids: Tensor, num_experts: int) -> Fields:
     """(counts, offsets, row_to_slot, slot_to_row) of a stable sort by expert, then slot."""
     ids = expert_ids.reshape(-1)
-    # A radix sort takes as many passes as a key has bytes.
-    narrow = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int64
-    keys = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(narrow)
+    whole = _none_is_dropped(ids, num_experts)
+    keys = ids if whole else torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     ordered, slots = torch.sort(keys, stable=True)
-    bounds = torch.arange(num_experts + 1, dtype=narrow, device=ids.device)
+    bounds = torch.arange(num_experts + 1, dtype=keys.dtype, device=ids.device)
     offsets = torch.searchsorted(ordered, bounds, out_int32=True)
     rows = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device)
-    kept = rows < offsets[-1]
-    row_to_slot = torch.where(kept, slots, -1).to(torch.int32)
-    slot_to_row = torch.empty_like(rows).index_copy_(0, slots, torch.where(kept, rows, -1))
+    row_to_slot, row = slots.to(torch.int32), rows
+    if not whole:
+        kept = rows < offsets[-1]
+        row_to_slot, row = torch.where(kept, row_to_slot, -1), torch.where(kept, rows, -1)
+    slot_to_row = torch.empty_like(rows).index_copy_(0, slots, row)
     return offsets.diff(), offsets, row_to_slot, slot_to_row.view(expert_ids.shape)
+
+
+def _none_is_dropped(ids: Tensor, num_experts: int) -> bool:
+    """Whether that is known, as it is for the asking on the CPU."""
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return False
+    lowest, highest = torch.aminmax(ids)
+    return int(lowest) >= 0 and int(highest) < num_experts
 
 
 def counts(counts: Tensor, num_rows: int) -> Fields:

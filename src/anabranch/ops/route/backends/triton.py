@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anabranch._backends.triton.device import current
+from anabranch._backends.triton.combine import power_of_2
+from anabranch._backends.triton.prepared import launch
 from anabranch.ops.route.call import RouteCall
 
 Fields = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -237,25 +238,29 @@ def topk(expert_ids: Tensor, num_experts: int) -> Fields:
     counts, offsets = _int32(expert_ids, num_experts), _int32(expert_ids, num_experts + 1)
     rows, places = _int32(expert_ids, slots), _int32(expert_ids, *expert_ids.shape)
     sizes = (slots, top_k, num_experts, *expert_ids.stride())
-    with current(expert_ids.device):
-        # Keys of the comparison are int32.
-        if slots <= FEW_SLOTS and (num_experts + 1) * slots < 2**31:
-            block, chunk = 32, min(256, max(32, triton.next_power_of_2(slots)))
-            _compare_kernel[(triton.cdiv(max(slots, num_experts + 1), block),)](
-                expert_ids, counts, offsets, rows, places, *sizes, BLOCK=block, CHUNK=chunk, num_warps=8
-            )
-            return counts, offsets, rows, places
-        blocks = triton.cdiv(slots, BLOCK)
-        table = _int32(expert_ids, num_experts, blocks)
-        _count_kernel[(blocks,)](expert_ids, table, *sizes, blocks, BLOCK=BLOCK, EXPERTS=32, num_warps=8)
-        scanned = table.numel() > FEW_COUNTS
-        if scanned:
-            found, table = table, torch.empty_like(table)
-            _scan_kernel[(num_experts,)](found, table, counts, blocks, BLOCKS=SCAN, num_warps=4)
-        _place_kernel[(blocks,)](
-            expert_ids, table, counts, offsets, rows, places, *sizes, blocks,
-            SCANNED=scanned, BLOCK=BLOCK, CHUNK=16, EXPERTS=16, BLOCKS=256, num_warps=8,
+    device = expert_ids.device
+    # Keys of the comparison are int32.
+    if slots <= FEW_SLOTS and (num_experts + 1) * slots < 2**31:
+        block, chunk = 32, min(256, max(32, power_of_2(slots)))
+        launch(
+            device, _compare_kernel, (-(-max(slots, num_experts + 1) // block),),
+            (expert_ids, counts, offsets, rows, places), *sizes, BLOCK=block, CHUNK=chunk, num_warps=8,
         )  # fmt: skip
+        return counts, offsets, rows, places
+    blocks = -(-slots // BLOCK)
+    table = _int32(expert_ids, num_experts, blocks)
+    launch(
+        device, _count_kernel, (blocks,), (expert_ids, table), *sizes, blocks,
+        BLOCK=BLOCK, EXPERTS=32, num_warps=8,
+    )  # fmt: skip
+    scanned = table.numel() > FEW_COUNTS
+    if scanned:
+        found, table = table, torch.empty_like(table)
+        launch(device, _scan_kernel, (num_experts,), (found, table, counts), blocks, BLOCKS=SCAN, num_warps=4)
+    launch(
+        device, _place_kernel, (blocks,), (expert_ids, table, counts, offsets, rows, places), *sizes, blocks,
+        SCANNED=scanned, BLOCK=BLOCK, CHUNK=16, EXPERTS=16, BLOCKS=256, num_warps=8,
+    )  # fmt: skip
     return counts, offsets, rows, places
 
 
@@ -263,11 +268,10 @@ def _bounds(claimed: Tensor, num_rows: int, *, identity: bool) -> Fields:
     experts = claimed.shape[0]
     counts, offsets = _int32(claimed, experts), _int32(claimed, experts + 1)
     rows, places = _int32(claimed, num_rows), _int32(claimed, num_rows)
-    with current(claimed.device):
-        _bounds_kernel[(max(1, triton.cdiv(num_rows, 1024)),)](
-            claimed, counts, offsets, rows, places, experts, claimed.stride(0), num_rows,
-            IDENTITY=identity, BLOCK=1024, EXPERTS=256, num_warps=4,
-        )  # fmt: skip
+    launch(
+        claimed.device, _bounds_kernel, (max(1, -(-num_rows // 1024)),), (claimed, counts, offsets, rows, places),
+        experts, claimed.stride(0), num_rows, IDENTITY=identity, BLOCK=1024, EXPERTS=256, num_warps=4,
+    )  # fmt: skip
     return counts, offsets, rows, places
 
 
@@ -278,12 +282,11 @@ def _invert(index: Tensor, kept: Tensor, inverse: Tensor, limit: Tensor | None) 
     strides = index.stride() if index.dim() == 2 else (index.stride(0), 0)
     if length == 0:
         return
-    limited, grid = limit is not None, (triton.cdiv(length, 1024),)
-    arguments = (length, width, *strides, size)
-    with current(index.device):
-        if size:
-            _claim_kernel[grid](index, inverse, limit, *arguments, LIMITED=limited, BLOCK=1024, num_warps=4)
-        _keep_kernel[grid](index, inverse, limit, kept, *arguments, LIMITED=limited, BLOCK=1024, num_warps=4)
+    grid, numbers = (-(-length // 1024),), (length, width, *strides, size)
+    constants = dict(LIMITED=limit is not None, BLOCK=1024, num_warps=4)
+    if size:
+        launch(index.device, _claim_kernel, grid, (index, inverse, limit), *numbers, **constants)
+    launch(index.device, _keep_kernel, grid, (index, inverse, limit, kept), *numbers, **constants)
 
 
 def counts(counts: Tensor, num_rows: int) -> Fields:

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from anabranch._backends.triton.device import current
+from anabranch._backends.triton.combine import power_of_2
+from anabranch._backends.triton.prepared import launch
 from anabranch.ops.topk_router.call import EPSILON, TopkRouterCall
 
 MAX_EXPERTS = 4096
@@ -41,7 +42,7 @@ def supports(call: TopkRouterCall) -> str | None:
 def _padded(call: TopkRouterCall) -> tuple[int, int]:
     """Groups and experts of a group, each padded to a power of two; one group where all groups are kept."""
     groups = 1 if call.top_groups == call.num_groups else call.num_groups
-    return triton.next_power_of_2(groups), triton.next_power_of_2(call.logits.shape[1] // groups)
+    return power_of_2(groups), power_of_2(call.logits.shape[1] // groups)
 
 
 @triton.jit
@@ -263,16 +264,16 @@ def forward(call: TopkRouterCall) -> tuple[Tensor, Tensor]:
     groups, size = _padded(call)
     tokens = _tokens(num_tokens, groups * size)
     all_groups = groups == 1
-    with current(call.device):
-        _forward_kernel[(triton.cdiv(num_tokens, tokens),)](
-            call.logits, call.bias, weights, ids, num_tokens, call.scaling, *call.logits.stride(),
-            0 if call.bias is None else call.bias.stride(0), EPSILON=EPSILON, E=experts, K=call.k,
-            K_2=triton.next_power_of_2(call.k), SOFTMAX=call.score == "softmax", LATE=not call.scores_all,
-            RENORMALIZE=call.renormalize, BIASED=call.bias is not None,
-            GROUPS=1 if all_groups else call.num_groups, TOP_GROUPS=1 if all_groups else call.top_groups,
-            SORT=call.k > MAX_ROUNDS, TOKENS=tokens, GROUPS_2=groups, SIZE_2=size,
-            num_warps=_warps(tokens * groups * size),
-        )  # fmt: skip
+    launch(
+        call.device, _forward_kernel, (-(-num_tokens // tokens),), (call.logits, call.bias, weights, ids),
+        num_tokens, call.scaling, *call.logits.stride(),
+        0 if call.bias is None else call.bias.stride(0), EPSILON=EPSILON, E=experts, K=call.k,
+        K_2=power_of_2(call.k), SOFTMAX=call.score == "softmax", LATE=not call.scores_all,
+        RENORMALIZE=call.renormalize, BIASED=call.bias is not None,
+        GROUPS=1 if all_groups else call.num_groups, TOP_GROUPS=1 if all_groups else call.top_groups,
+        SORT=call.k > MAX_ROUNDS, TOKENS=tokens, GROUPS_2=groups, SIZE_2=size,
+        num_warps=_warps(tokens * groups * size),
+    )  # fmt: skip
     return weights, ids
 
 
@@ -286,13 +287,13 @@ def backward(call: TopkRouterCall, ids: Tensor, grad: Tensor) -> Tensor:
     out = call.logits.new_empty((num_tokens, experts))
     if num_tokens == 0:
         return out
-    padded = triton.next_power_of_2(experts)
+    padded = power_of_2(experts)
     tokens = _tokens(num_tokens, padded)
-    with current(call.device):
-        _backward_kernel[(triton.cdiv(num_tokens, tokens),)](
-            grad, call.logits, ids, out, num_tokens, call.scaling, *grad.stride(), *call.logits.stride(),
-            *ids.stride(), EPSILON=EPSILON, E=experts, K=call.k, K_2=triton.next_power_of_2(call.k),
-            SOFTMAX=call.score == "softmax", LATE=not call.scores_all, RENORMALIZE=call.renormalize,
-            TOKENS=tokens, EXPERTS=padded, num_warps=_warps(tokens * padded),
-        )  # fmt: skip
+    launch(
+        call.device, _backward_kernel, (-(-num_tokens // tokens),), (grad, call.logits, ids, out),
+        num_tokens, call.scaling, *grad.stride(), *call.logits.stride(),
+        *ids.stride(), EPSILON=EPSILON, E=experts, K=call.k, K_2=power_of_2(call.k),
+        SOFTMAX=call.score == "softmax", LATE=not call.scores_all, RENORMALIZE=call.renormalize,
+        TOKENS=tokens, EXPERTS=padded, num_warps=_warps(tokens * padded),
+    )  # fmt: skip
     return out

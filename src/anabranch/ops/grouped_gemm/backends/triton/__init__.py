@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anabranch._backends.triton import explained
 from anabranch._backends.triton.combine import combine
+from anabranch._backends.triton.explained import expert_rows, load_path
 from anabranch.epilogues import Identity
+from anabranch.ops.checks import needs_grad
 from anabranch.ops.grouped_gemm.backends.triton import launch
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, SLOT, TOKEN
-from anabranch.ops.grouped_gemm.backends.triton.tuned import kind_of, refusal
+from anabranch.ops.grouped_gemm.backends.triton.plan import kind_of
+from anabranch.ops.grouped_gemm.backends.triton.tuned import Gemm, chosen, refusal
 from anabranch.ops.grouped_gemm.call import GroupedGemmCall
-from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+from anabranch.ops.grouped_gemm.config import FORWARD, WEIGHT_GRADIENT, GroupedGemmConfig
 from anabranch.tuning import HEURISTIC
 
 
@@ -23,10 +27,13 @@ def supports(call: GroupedGemmCall) -> str | None:
 
 
 def _config_refusal(call: GroupedGemmCall) -> str | None:
-    if not isinstance(call.config, GroupedGemmConfig):
-        return None
-    reason = refusal(call.config, call.dtype, call.device, kind_of(call.epilogue))
-    return reason and f"config: {reason}"
+    kinds = kind_of(call.epilogue), FORWARD, WEIGHT_GRADIENT
+    for config, kind in zip((call.config, call.d_x_config, call.d_weight_config), kinds, strict=True):
+        if isinstance(config, GroupedGemmConfig):
+            reason = refusal(config, call.dtype, call.device, kind)
+            if reason is not None:
+                return f"config: {reason}"
+    return None
 
 
 def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
@@ -46,13 +53,37 @@ def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
     )
 
 
+def loads(call: GroupedGemmCall) -> dict[str, str]:
+    """How the forward loads and stores each operand."""
+    plan = _forward_product(call).plan
+    return {name: load_path(refusal) for name, refusal in plan.refusals.items()}
+
+
+def padding(call: GroupedGemmCall) -> float | None:
+    """Share of padding in the rows that the forward computes. Waits for the device."""
+    assert call.layout.offsets is not None
+    block_m = chosen(call.config, _forward_product(call), search=False).block_m
+    return explained.padding([(expert_rows(call.layout.offsets, call.layout.num_rows), block_m)])
+
+
+def _forward_product(call: GroupedGemmCall) -> Gemm:
+    """What :func:`forward` would launch."""
+    out, h = call.out, None
+    if out is None:
+        out = call.x.new_empty((call.out_rows, call.out_columns), device="meta")
+    if needs_grad(call.x, call.weight, call.bias, call.scale) and not isinstance(call.epilogue, Identity):
+        h = call.x.new_empty((call.layout.num_rows, call.weight_nk.shape[1]), device="meta")
+    return launch.product(
+        call.x, call.weight_nk, call.layout, out, h, call.bias, call.scale, call.epilogue, False,
+        TOKEN if call.gather else ROW, SLOT if call.scatter else ROW,
+    )  # fmt: skip
+
+
 def backward(
     call: GroupedGemmCall, grad: Tensor, h: Tensor | None, needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight, bias and scale; None for those not needed."""
     layout = call.layout
-    # A configuration is the forward's; the gradients then keep the heuristic's tiles.
-    config = None if call.config is None else HEURISTIC
     need_x, need_weight, need_bias, need_scale = needs
     d_x = d_weight = d_bias = d_scale = None
     d_z, z_rows = grad, SLOT if call.scatter else ROW
@@ -69,7 +100,7 @@ def backward(
         z_rows = ROW
     if need_x:
         rows = call.x.new_empty(layout.num_rows, call.x.shape[1])
-        launch.gemm(d_z, call.weight_nk.mT, layout, rows, x_rows=z_rows, out_rows=ROW, config=config)
+        launch.gemm(d_z, call.weight_nk.mT, layout, rows, x_rows=z_rows, out_rows=ROW, config=call.d_x_config)
         d_x = rows
         if call.gather:
             d_x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
@@ -78,7 +109,9 @@ def backward(
         d_weight = torch.empty_like(call.weight, memory_format=torch.contiguous_format)
         d_weight_nk = d_weight.mT if call.transpose_weight else d_weight
         x_rows = TOKEN if call.gather else ROW
-        launch.weight_gradient(d_z, call.x, layout, d_weight_nk, z_rows=z_rows, x_rows=x_rows, config=config)
+        launch.weight_gradient(
+            d_z, call.x, layout, d_weight_nk, z_rows=z_rows, x_rows=x_rows, config=call.d_weight_config
+        )
     if need_bias:
         assert call.bias is not None
         d_bias = torch.empty_like(call.bias, memory_format=torch.contiguous_format)

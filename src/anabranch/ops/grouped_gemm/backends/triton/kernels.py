@@ -16,6 +16,22 @@ SLOT = tl.constexpr(2)
 
 
 @triton.jit
+def load_slots(row_to_slot, rows, mask, num_slots):
+    """The slots of rows, negative where there is none. One past the last, in a layout made by hand, is the last."""
+    slots = tl.load(row_to_slot + rows, mask=mask, other=-1)
+    slots = tl.where(slots >= num_slots, num_slots - 1, slots)  # as a minimum it takes more registers
+    if slots.dtype == tl.int64:
+        slots = tl.maximum(slots, -1).to(tl.int32)
+    return slots
+
+
+@triton.jit
+def load_offset(offsets, expert, num_rows):
+    """Where an expert's rows start, within the rows there are."""
+    return tl.minimum(tl.maximum(tl.load(offsets + expert), 0), num_rows).to(tl.int32)
+
+
+@triton.jit
 def find_rows(rows, slots, top_k, HOW: tl.constexpr, OFFSET: tl.constexpr):
     """Where an operand keeps the given rows."""
     if HOW == ROW:
@@ -139,11 +155,11 @@ def forward_kernel(
         tile_m, tile_n = tile_coordinates(tile, num_m, num_n, GROUP_M)
         expert = tl.load(tiles + tile_m)
         row = tl.load(tiles + size + tile_m)
-        end = tl.load(offsets + expert + 1)
+        end = load_offset(offsets, expert + 1, num_rows)
         n = tile_n * WIDTH
         o_m = row + tl.arange(0, BLOCK_M)
         m_m = o_m < end
-        slots = tl.load(row_to_slot + o_m, mask=m_m, other=-1)
+        slots = load_slots(row_to_slot, o_m, m_m, num_slots)
         p_w = w
         if not W_TMA:
             p_w = w + expert.to(tl.int64) * stride_we
@@ -216,7 +232,7 @@ def forward_kernel(
             p_y = out + find_rows(o_m, slots, top_k, OUT_ROWS, OFFSET)[:, None] * stride_om
             tl.store(p_y + o_n[None, :].to(OFFSET) * stride_on, y.to(out.dtype.element_ty), mask=m_out)
 
-    total = tl.load(offsets + num_experts)
+    total = load_offset(offsets, num_experts, num_rows)
     zero_unused(
         out, slot_to_row, total, num_rows, num_slots, N, stride_om, stride_on, OUT_ROWS, 16, WIDTH, OFFSET
     )
@@ -224,9 +240,9 @@ def forward_kernel(
         zero_unused(h, slot_to_row, total, num_rows, num_slots, columns, stride_hm, 1, ROW, 16, WIDTH, OFFSET)
 
 
-@triton.jit(do_not_specialize=["num_experts"])
+@triton.jit(do_not_specialize=["num_experts", "num_rows", "num_slots"])
 def weight_gradient_kernel(
-    d_z, x, d_w, t_w, offsets, row_to_slot, num_experts, top_k, N, K,
+    d_z, x, d_w, t_w, offsets, row_to_slot, num_experts, num_rows, num_slots, top_k, N, K,
     stride_zm, stride_zn, stride_xm, stride_xk, stride_we, stride_wn, stride_wk,
     Z_ROWS: tl.constexpr, X_ROWS: tl.constexpr, Z_TMA: tl.constexpr, X_TMA: tl.constexpr,
     W_TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -239,8 +255,8 @@ def weight_gradient_kernel(
     for tile in range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
         expert = tile // per_expert
         tile_n, tile_k = tile_coordinates(tile - expert * per_expert, num_n, num_k, GROUP_M)
-        start = tl.load(offsets + expert)
-        end = tl.load(offsets + expert + 1)
+        start = load_offset(offsets, expert, num_rows)
+        end = load_offset(offsets, expert + 1, num_rows)
         n = tile_n * BLOCK_N
         k = tile_k * BLOCK_K
         o_n = n + tl.arange(0, BLOCK_N)
@@ -251,7 +267,7 @@ def weight_gradient_kernel(
             m_r = o_r < end
             slots = o_r
             if not (Z_TMA and X_TMA):
-                slots = tl.load(row_to_slot + o_r, mask=m_r, other=-1)
+                slots = load_slots(row_to_slot, o_r, m_r, num_slots)
                 m_r = slots >= 0
             if Z_TMA:
                 a = load_ragged(d_z, r, end, n, BLOCK_R, BLOCK_N)
@@ -274,9 +290,9 @@ def weight_gradient_kernel(
             tl.store(p_w, acc.to(d_w.dtype.element_ty), mask=(o_n < N)[:, None] & (o_k < K)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def pre_activation_gradient_kernel(
-    grad, h, scale, d_z, a_out, d_scale, offsets, row_to_slot, num_rows, num_experts, top_k, N,
+    grad, h, scale, d_z, a_out, d_scale, offsets, row_to_slot, num_rows, num_experts, num_slots, top_k, N,
     stride_gm, stride_gn, stride_hm, stride_st, stride_sk, stride_zm, stride_am,
     EPILOGUE: tl.constexpr, P: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, GRAD_ROWS: tl.constexpr,
     HAS_H: tl.constexpr, HAS_SCALE: tl.constexpr, NEED_Z: tl.constexpr, NEED_A: tl.constexpr, NEED_SCALE: tl.constexpr,
@@ -286,8 +302,7 @@ def pre_activation_gradient_kernel(
     ``d_scale = <grad, epilogue(h)>``. a_out may be grad itself: a tile is read before it is written.
     """
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    total = tl.load(offsets + num_experts)
-    slots = tl.load(row_to_slot + o_m, mask=o_m < tl.minimum(total, num_rows), other=-1)
+    slots = load_slots(row_to_slot, o_m, o_m < load_offset(offsets, num_experts, num_rows), num_slots)
     live = slots >= 0
     o_row = o_m[:, None].to(OFFSET)
     p_g = grad + find_rows(o_m, slots, top_k, GRAD_ROWS, OFFSET)[:, None] * stride_gm
@@ -348,19 +363,20 @@ def pre_activation_gradient_kernel(
         tl.store(d_scale + slots, dot.to(d_scale.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_slots"])
 def bias_gradient_kernel(
-    d_z, scale, d_bias, offsets, row_to_slot, top_k, N, stride_zm, stride_zn, stride_st, stride_sk, stride_be,
+    d_z, scale, d_bias, offsets, row_to_slot, num_rows, num_slots, top_k, N,
+    stride_zm, stride_zn, stride_st, stride_sk, stride_be,
     Z_ROWS: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """``d_bias[expert] = sum of (scale *) d_z over its rows``, in row order."""
     expert = tl.program_id(0)
     o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    end = tl.load(offsets + expert + 1)
+    end = load_offset(offsets, expert + 1, num_rows)
     acc = tl.zeros([BLOCK_N], tl.float32)
-    for r in range(tl.load(offsets + expert), end, BLOCK_R):
+    for r in range(load_offset(offsets, expert, num_rows), end, BLOCK_R):
         o_r = r + tl.arange(0, BLOCK_R)
-        slots = tl.load(row_to_slot + o_r, mask=o_r < end, other=-1)
+        slots = load_slots(row_to_slot, o_r, o_r < end, num_slots)
         p = d_z + find_rows(o_r, slots, top_k, Z_ROWS, OFFSET)[:, None] * stride_zm
         p += o_n[None, :].to(OFFSET) * stride_zn
         value = tl.load(p, mask=(slots >= 0)[:, None] & (o_n < N)[None, :], other=0.0).to(tl.float32)

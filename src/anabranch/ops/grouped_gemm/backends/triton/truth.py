@@ -32,18 +32,18 @@ def of_gemm(product: Gemm) -> list[Sample]:
     counts = [len(some) for some in rows]
     z, y = _values(product, index, counts, torch.float64)
     plain_z, plain_y = _values(product, index, counts, None)
+    terms = product.weight.shape[2] + 1  # the bias
     if product.out_rows is ROW:
-        out = Sample("out", index, y, plain_y)
+        out = Sample("out", index, y, plain_y, terms)
     else:
         slots = layout.row_to_slot[index].long()
         empty = torch.nonzero(layout.slot_to_row.reshape(-1) < 0)[:64, 0]
         zeros = y.new_zeros(len(empty), y.shape[1])
         live = slots >= 0
         places = torch.cat((slots[live], empty))
-        out = Sample(
-            "out", places, torch.cat((y[live], zeros)), torch.cat((plain_y[live], zeros.to(plain_y)))
-        )
-    return [out] if product.h is None else [out, Sample("h", index, z, plain_z)]
+        truth, plain = torch.cat((y[live], zeros)), torch.cat((plain_y[live], zeros.to(plain_y)))
+        out = Sample("out", places, truth, plain, terms)
+    return [out] if product.h is None else [out, Sample("h", index, z, plain_z, terms)]
 
 
 def _values(
@@ -88,7 +88,8 @@ def of_weight_gradient(product: WeightGradient) -> list[Sample]:
         for some_z, some_x in zip(d_z.split(8192), x.split(8192), strict=True):
             truth[expert] += some_z.double().T @ some_x.double()
     index = torch.arange(experts, device=product.device)[:, None] * n + some
-    return [Sample("d_weight", index.reshape(-1), truth.flatten(0, 1), plain.flatten(0, 1))]
+    longest = max((stop - start for start, stop in itertools.pairwise(_starts(layout))), default=0)
+    return [Sample("d_weight", index.reshape(-1), truth.flatten(0, 1), plain.flatten(0, 1), longest)]
 
 
 def _starts(layout: ExpertLayout) -> list[int]:

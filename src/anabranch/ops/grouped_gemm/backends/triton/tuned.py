@@ -15,21 +15,22 @@ from anabranch.epilogues import Epilogue
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm import config as tiles
 from anabranch.ops.grouped_gemm.backends.triton import truth
-from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, SLOT, TOKEN
+from anabranch.ops.grouped_gemm.backends.triton.plan import Plan
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
 from anabranch.tuning import Key, Sample, Trial
 
-READ = {TOKEN.value: "gather", SLOT.value: "slots"}
-"""How an operand's rows are found where they are not in expert order."""
-
 
 def chosen(
-    config: GroupedGemmConfig | str | None, heuristic: GroupedGemmConfig, product: Product
+    config: GroupedGemmConfig | str | None, product: Product, *, search: bool = True
 ) -> GroupedGemmConfig:
-    """The caller's configuration, or the heuristic's if that is asked for, or else the best one known."""
+    """The caller's configuration, or the heuristic's if that is asked for, or else the best one known.
+
+    Without ``search`` none is looked for that is not known yet.
+    """
     if isinstance(config, GroupedGemmConfig):
         return config
-    return heuristic if config == tuning.HEURISTIC else tuning.choose(product, heuristic)
+    heuristic = product.plan.heuristic
+    return heuristic if config == tuning.HEURISTIC else tuning.choose(product, heuristic, may_search=search)
 
 
 def refusal(config: GroupedGemmConfig, dtype: torch.dtype, device: torch.device, kind: str) -> str | None:
@@ -37,28 +38,27 @@ def refusal(config: GroupedGemmConfig, dtype: torch.dtype, device: torch.device,
     return tiles.legal(config, dtype, on.shared_memory_limit(device), kind, on.capability(device))
 
 
-def kind_of(epilogue: Epilogue, interleaved: bool = False) -> str:
-    """Which accumulators the forward kernel keeps for an epilogue."""
-    if epilogue.columns == 1:
-        return tiles.FORWARD
-    return tiles.INTERLEAVED if interleaved else tiles.GATED
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # made at every launch, so not frozen, which takes three times as long
 class Product:
-    """The arguments of a launcher. Subclasses say what is computed of them."""
+    """The arguments of a launcher, and the plan for them. Subclasses say what is computed."""
 
+    plan: Plan
+    maps: tuple[Tensor, Tensor, Tensor]
     x: Tensor
     layout: ExpertLayout
     x_rows: tl.constexpr
 
     op = "grouped_gemm"
-    kind = ""
+
+    @property
+    def kind(self) -> str:
+        """Which tiles it takes."""
+        return self.plan.key.kind
 
     @property
     def device(self) -> torch.device:
         """Where it runs."""
-        return self.x.device
+        return self.layout.device
 
     def refusal(self, config: GroupedGemmConfig) -> str | None:
         """Why a configuration cannot run here."""
@@ -78,7 +78,7 @@ class Product:
 
     def key(self) -> Key:
         """What tells it from others."""
-        raise NotImplementedError
+        return self.plan.key
 
     def family(self, config: GroupedGemmConfig) -> tuple[int, ...]:
         """The shape of the accumulator, and the threads that hold it."""
@@ -96,15 +96,8 @@ class Product:
         """The truth about some rows of each output."""
         raise NotImplementedError
 
-    def _key(self, weight: Tensor, *traits: str | None) -> Key:
-        experts, n, k_dim = weight.shape
-        exact = on.input_precision(self.x.dtype) == "ieee"
-        dtype = str(self.x.dtype).removeprefix("torch.") if exact else "tf32"
-        rows = tuning.bucket(self.layout.num_rows, experts)
-        return Key(self.op, self.kind, dtype, n, k_dim, experts, rows, tuple(t for t in traits if t))
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Gemm(Product):
     """launch.gemm."""
 
@@ -116,23 +109,6 @@ class Gemm(Product):
     epilogue: Epilogue
     interleaved: bool
     out_rows: tl.constexpr
-
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        return kind_of(self.epilogue, self.interleaved)
-
-    def key(self) -> Key:
-        k_major = self.weight.stride(2) == 1 or self.weight.stride(1) != 1
-        return self._key(
-            self.weight,
-            READ.get(self.x_rows.value),
-            None if self.out_rows is ROW else "scatter",
-            None if self.h is None else "keep_h",
-            None if k_major else "n_major",
-            _loads("x", self.x, self.x_rows is not ROW),
-            _loads("w", self.weight),
-            _loads("out", self.out, self.out_rows is not ROW),
-        )
 
     def outputs(self) -> Sequence[Tensor]:
         return [_like(value) for value in (self.out, self.h) if value is not None]
@@ -159,7 +135,7 @@ class Gemm(Product):
         return truth.of_gemm(self)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class WeightGradient(Product):
     """launch.weight_gradient."""
 
@@ -167,20 +143,8 @@ class WeightGradient(Product):
     d_weight: Tensor
     z_rows: tl.constexpr
 
-    kind = tiles.WEIGHT_GRADIENT
-
     def family(self, config: GroupedGemmConfig) -> tuple[int, ...]:
         return config.block_n, config.block_k, config.num_warps
-
-    def key(self) -> Key:
-        return self._key(
-            self.d_weight,
-            None if self.z_rows is ROW else f"z_{READ[self.z_rows.value]}",
-            None if self.x_rows is ROW else f"x_{READ[self.x_rows.value]}",
-            _loads("z", self.d_z, self.z_rows is not ROW),
-            _loads("x", self.x, self.x_rows is not ROW),
-            _loads("out", self.d_weight),
-        )
 
     def outputs(self) -> Sequence[Tensor]:
         return [_like(self.d_weight)]
@@ -198,20 +162,10 @@ class WeightGradient(Product):
 
 def _sensible(space: Iterable[GroupedGemmConfig], key: Key) -> list[GroupedGemmConfig]:
     """Those whose tiles are not far from as high as an expert has rows: compiling is what a search spends."""
-    if key.kind == WeightGradient.kind:
+    if key.kind == tiles.WEIGHT_GRADIENT:
         return list(space)
     low = 64 if key.rows >= 256 else 16
     return [config for config in space if low <= config.block_m <= max(64, 2 * key.rows)]
-
-
-def _loads(name: str, value: Tensor, scattered: bool = False) -> str | None:
-    """A word for an operand that is slower to load or store than others, ``scattered`` rows being so by nature."""
-    from anabranch.ops.grouped_gemm.backends.triton.launch import access
-
-    found = access(value)
-    if found == tiles.ELEMENTWISE:
-        return f"{name}_odd"
-    return f"{name}_copied" if found == tiles.COPIED and not scattered else None
 
 
 def _like(value: Tensor) -> Tensor:

@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
-from anabranch._backends.triton import device as on
-from anabranch._backends.triton.combine import combine
+from anabranch._backends.triton import explained
+from anabranch._backends.triton.combine import combine, power_of_2
+from anabranch._backends.triton.explained import expert_rows, load_path
 from anabranch._backends.triton.gather import gather_rows
+from anabranch._backends.triton.prepared import launch
+from anabranch.epilogues import Identity
+from anabranch.layout import ExpertLayout
+from anabranch.ops.checks import needs_grad
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, TOKEN
 from anabranch.ops.grouped_gemm.backends.triton.launch import (
+    Schedules,
     bias_gradient,
+    contiguous_maps,
     gemm,
     pre_activation_gradient,
+    product,
     refusal,
     weight_gradient,
 )
+from anabranch.ops.grouped_gemm.backends.triton.tuned import Gemm, chosen
 from anabranch.ops.moe_mlp.backends.triton import kernels
 from anabranch.ops.moe_mlp.call import MoeMlpCall
 
@@ -33,6 +41,7 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
     layout = call.layout
     assert layout is not None
     on_output = call.weight_on == "output"
+    schedules: Schedules = {}
     a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2])
     gemm(
         call.x if on_output else gather_rows(call.x, layout, call.expert_weights),
@@ -44,10 +53,56 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
         epilogue=call.epilogue,
         interleaved=call.gate_layout == "interleaved",
         x_rows=TOKEN if on_output else ROW,
+        schedules=schedules,
     )
     y = call.x.new_empty(layout.num_rows, call.x.shape[1])
-    gemm(a, call.down_nk, layout, y, bias=call.down_bias)
+    gemm(a, call.down_nk, layout, y, bias=call.down_bias, schedules=schedules)
     combine(y, layout.slot_to_row, call.expert_weights if on_output else None, out)
+
+
+def loads(call: MoeMlpCall) -> dict[str, str]:
+    """How the two products of the forward load and store each operand."""
+    up, down = (what.plan.refusals for what in _forward_products(call, _layout(call)))
+    named = {"x": up["x"], "gate_up": up["weight"], "h": up.get("h"), "a": up["out"], "down": down["weight"]}
+    if "h" not in up:
+        del named["h"]
+    return {name: load_path(refusal) for name, refusal in named.items()}
+
+
+def padding(call: MoeMlpCall) -> float | None:
+    """Share of padding in the rows that the two products of the forward compute. Waits for the device."""
+    layout = _layout(call)
+    assert layout.offsets is not None
+    rows = expert_rows(layout.offsets, layout.num_rows)
+    products = _forward_products(call, layout)
+    return explained.padding((rows, chosen(None, what, search=False).block_m) for what in products)
+
+
+def _layout(call: MoeMlpCall) -> ExpertLayout:
+    if call.layout is not None:
+        return call.layout
+    assert call.expert_ids is not None
+    return ExpertLayout.from_topk(call.expert_ids, call.down.shape[0])
+
+
+def _forward_products(call: MoeMlpCall, layout: ExpertLayout) -> tuple[Gemm, Gemm]:
+    """What :func:`forward` would launch, of a call that need not have been routed."""
+    on_output = call.weight_on == "output"
+    inputs = call.x, call.gate_up, call.down, call.expert_weights, call.gate_up_bias, call.down_bias
+
+    def rows(columns: int) -> Tensor:
+        return call.x.new_empty((layout.num_rows, columns), device="meta")
+
+    hidden, inner = call.down_nk.shape[1:]
+    a, h = rows(inner), rows(call.gate_up_nk.shape[1]) if needs_grad(*inputs) else None
+    up = product(
+        call.x if on_output else rows(hidden), call.gate_up_nk, layout, a, h, call.gate_up_bias, None, call.epilogue,
+        call.gate_layout == "interleaved", TOKEN if on_output else ROW, ROW,
+    )  # fmt: skip
+    down = product(
+        a, call.down_nk, layout, rows(hidden), None, call.down_bias, None, Identity(), False, ROW, ROW
+    )
+    return up, down
 
 
 def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -67,11 +122,12 @@ def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -
     if need_weights:
         d_weights = torch.zeros(call.expert_weights.shape, dtype=torch.float32, device=call.device)
 
+    schedules: Schedules = {}
     d_rows = gather_rows(grad, layout)
     a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2])
     if need_d_h or need_down or need_weights:
         # a holds the gradient of the activation first, and then, tile by tile, the weighted activation itself.
-        gemm(d_rows, call.down_nk.mT, layout, a)
+        gemm(d_rows, call.down_nk.mT, layout, a, schedules=schedules)
         d_h = torch.empty_like(h) if need_d_h else None
         pre_activation_gradient(
             a,
@@ -88,7 +144,7 @@ def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -
     if need_rows:
         assert d_h is not None
         rows = call.x.new_empty(layout.num_rows, call.x.shape[1])
-        gemm(d_h, call.gate_up_nk.mT, layout, rows)
+        gemm(d_h, call.gate_up_nk.mT, layout, rows, schedules=schedules)
         if d_weights is not None and not on_output:
             _row_dot(call, rows, call.x, d_weights, by_expert=False)
         if need_x:
@@ -127,9 +183,10 @@ def _row_dot(call: MoeMlpCall, rows: Tensor, x: Tensor, d_weights: Tensor, *, by
     assert layout is not None
     hidden, num_experts = rows.shape[1], call.down.shape[0]
     if rows.numel():
-        with on.current(call.device):
-            kernels.row_dot_kernel[(layout.num_rows,)](
-                rows, x, layout.row_to_slot, layout.offsets, d_weights, layout.top_k, hidden, num_experts, *x.stride(),
-                BY_EXPERT=by_expert, ADD=by_expert, EXPERTS=triton.next_power_of_2(num_experts),
-                BLOCK_H=min(1024, triton.next_power_of_2(hidden)), num_warps=4,
-            )  # fmt: skip
+        offsets, row_to_slot, _ = contiguous_maps(layout)
+        launch(
+            call.device, kernels.row_dot_kernel, (layout.num_rows,), (rows, x, row_to_slot, offsets, d_weights),
+            d_weights.numel(), layout.top_k, hidden, num_experts, *x.stride(),
+            BY_EXPERT=by_expert, ADD=by_expert, EXPERTS=power_of_2(num_experts),
+            BLOCK_H=min(1024, power_of_2(hidden)), num_warps=4,
+        )  # fmt: skip

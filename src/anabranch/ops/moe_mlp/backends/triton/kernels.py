@@ -4,19 +4,20 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def row_dot_kernel(
-    rows_of, x, row_to_slot, offsets, d_weights, top_k, H, num_experts, stride_xm, stride_xh,
+    rows_of, x, row_to_slot, offsets, d_weights, num_slots, top_k, H, num_experts, stride_xm, stride_xh,
     BY_EXPERT: tl.constexpr, ADD: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """``d_weights[slot] (+)= <rows_of[row], x[index]>``, where index is the row's expert (a bias) or its token."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_to_slot + row)
-    if slot >= 0:
+    if (slot >= 0) & (slot < num_slots):
         if BY_EXPERT:
             o_e = tl.arange(0, EXPERTS)
             stops = tl.load(offsets + 1 + o_e, mask=o_e < num_experts, other=2147483647)
             index = tl.sum((stops <= row).to(tl.int32), 0).to(tl.int64)  # how many experts end before the row
+            index = tl.minimum(index, num_experts - 1)  # offsets put together by hand may end before it all
         else:
             index = (slot // top_k).to(tl.int64)
         acc = tl.zeros([BLOCK_H], tl.float32)

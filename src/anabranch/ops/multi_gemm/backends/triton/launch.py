@@ -3,88 +3,135 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from anabranch._backends.triton import device as on
+from anabranch._backends.triton import operand
+from anabranch._backends.triton.device import Gpu
+from anabranch._backends.triton.operand import Operand, reach, tma_refusal
+from anabranch._backends.triton.prepared import REMEMBERED, Launch
+from anabranch._backends.triton.ragged import Tiles, dense
 from anabranch.ops.multi_gemm import config as tiles
 from anabranch.ops.multi_gemm.backends.triton.kernels import SLOTS, multi_gemm_kernel
 from anabranch.ops.multi_gemm.config import MultiGemmConfig
 
 Product = tuple[Tensor, Tensor, Tensor]
 """x (m, k), weight (n, k) and where the result goes (m, n): views with any strides."""
+Operands = tuple[Operand, Operand, Operand]
+"""What is known of a product's tensors."""
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 def multi_gemm(products: Sequence[Product], config: MultiGemmConfig | None = None) -> None:
-    """Writes ``x @ weight.T`` of every product.
+    """Writes ``x @ weight.T`` of every product."""
+    if not products:
+        return
+    x = products[0][0]
+    known = tuple((operand.of(x), operand.of(w), operand.of(y)) for x, w, y in products)
+    for group in plan(on.gpu(x.device), on.input_precision(x.dtype), known, config):
+        group.run([products[i] for i in group.members])
+
+
+class Group(NamedTuple):
+    """Products that share a launch: which they are, and the descriptors of each one's tensors (None: pointers).
+
+    ``block_m`` is the rows of a tile.
+    """
+
+    members: Sequence[int]
+    block_m: int
+    tiles: Sequence[Sequence[Tiles | None]]
+    launch: Launch
+
+    def run(self, products: Sequence[Product]) -> None:
+        """Launches them."""
+        arguments: list[Any] = [None] * (3 * SLOTS)
+        for i, (tensors, how) in enumerate(zip(products, self.tiles, strict=True)):
+            for j, (value, found) in enumerate(zip(tensors, how, strict=True)):
+                arguments[j * SLOTS + i] = value if found is None else found.of(value)
+        self.launch(*arguments)
+
+
+@lru_cache(REMEMBERED)
+def plan(
+    gpu: Gpu, precision: str, products: tuple[Operands, ...], config: MultiGemmConfig | None
+) -> list[Group]:
+    """Which products are launched together, and how.
 
     No more than SLOTS share a launch, and all of one launch are loaded and stored in about the same way:
     tiles for what has to be loaded element by element would hold up the others. Empty results need none.
     """
-    groups: dict[int, list[Product]] = {}
-    for x, w, y in products:
-        if y.numel():
+    groups: dict[int, list[int]] = {}
+    for i, (x, w, y) in enumerate(products):
+        if 0 not in y.shape:
             # Stored from registers, the widest tiles of the result leave too few for its addresses.
-            stores = tiles.TMA if on.tma_refusal(y) is None else tiles.COPIED
-            groups.setdefault(min(loads(x), loads(w), stores), []).append((x, w, y))
-    for how, group in groups.items():
-        for start in range(0, len(group), SLOTS):
-            _launch(group[start : start + SLOTS], how, config)
+            stores = tiles.TMA if tma_refusal(y, gpu.capability) is None else tiles.COPIED
+            groups.setdefault(min(loads(x, gpu), loads(w, gpu), stores), []).append(i)
+    return [
+        _group(gpu, precision, members, [products[i] for i in members], worst, config)
+        for worst, group in groups.items()
+        for members in (group[i : i + SLOTS] for i in range(0, len(group), SLOTS))
+    ]
 
 
-def _contiguous(value: Tensor) -> int:
+def contiguous(value: Operand) -> int:
     """The dimension of an operand that is contiguous in memory, the reduction (1) if neither is."""
-    return 1 if value.stride(1) == 1 or value.stride(0) != 1 else 0
+    return 1 if value.stride[1] == 1 or value.stride[0] != 1 else 0
 
 
-def loads(value: Tensor) -> int:
+def loads(value: Operand, gpu: Gpu) -> int:
     """How the tiles of an operand can be loaded."""
-    inner = _contiguous(value)
-    if on.tma_refusal(value, inner) is None:
+    inner = contiguous(value)
+    if tma_refusal(value, gpu.capability, inner) is None:
         return tiles.TMA
-    aligned = (
-        value.data_ptr() % 16 == 0 and value.stride(1 - inner) % 16 == 0 and value.shape[inner] % 16 == 0
-    )
-    return tiles.COPIED if aligned and value.stride(inner) == 1 else tiles.ELEMENTWISE
+    aligned = value.shift == 0 and value.stride[1 - inner] % 16 == 0 and value.shape[inner] % 16 == 0
+    return tiles.COPIED if aligned and value.stride[inner] == 1 else tiles.ELEMENTWISE
 
 
-def _argument(value: Tensor, how: int, block: int, block_k: int) -> Any:
+def _tiles(value: Operand, how: int, block: int, block_k: int) -> Tiles | None:
     if how != tiles.TMA:
-        return value
-    inner = _contiguous(value)
-    source, tile = (value, [block, block_k]) if inner == 1 else (value.mT, [block_k, block])
-    return TensorDescriptor(source, list(source.shape), list(source.stride()), tile)
+        return None
+    return dense(value, [block, block_k]) if contiguous(value) == 1 else dense(value.mT, [block_k, block])
 
 
-def _launch(products: Sequence[Product], worst: int, config: MultiGemmConfig | None) -> None:
-    x = products[0][0]
-    device, dtype, precision = x.device, x.dtype, on.input_precision(x.dtype)
-    shapes = [(*y.shape, x.shape[1]) for x, _, y in products]
-    sms, limit = on.num_sms(device), on.shared_memory_limit(device)
-    config = config or tiles.heuristic(shapes, dtype, limit, sms, precision=precision, loads=worst)
-    xs, ws, ys, sizes, how = [], [], [], [], []
+def _group(
+    gpu: Gpu,
+    precision: str,
+    members: Sequence[int],
+    products: Sequence[Operands],
+    worst: int,
+    config: MultiGemmConfig | None,
+) -> Group:
+    dtype = products[0][0].dtype
+    shapes = [(y.shape[0], y.shape[1], x.shape[1]) for x, _, y in products]
+    config = config or tiles.heuristic(
+        shapes, dtype, gpu.shared_memory, gpu.num_sms, precision=precision, loads=worst
+    )
+    found, sizes, how = [], [], []
     for (x, w, y), (_, n, k) in zip(products, shapes, strict=True):
-        how_x, how_w = loads(x), loads(w)
-        xs.append(_argument(x, how_x, config.block_m, config.block_k))
-        ws.append(_argument(w, how_w, config.block_n, config.block_k))
-        y_tma = on.tma_refusal(y) is None
-        block = [config.block_m, config.block_n]
-        ys.append(TensorDescriptor(y, list(y.shape), list(y.stride()), block) if y_tma else y)
-        sizes += [n, k, *x.stride(), *w.stride(), *y.stride()]
-        offset = tl.int32 if on.fits_int32(x, w, y) else tl.int64
-        how += [how_x, how_w, y_tma, _contiguous(x) == 1, _contiguous(w) == 1, offset]
-    unused = [None] * (SLOTS - len(products))
+        how_x, how_w = loads(x, gpu), loads(w, gpu)
+        y_tma = tma_refusal(y, gpu.capability) is None
+        found.append(
+            (
+                _tiles(x, how_x, config.block_m, config.block_k),
+                _tiles(w, how_w, config.block_n, config.block_k),
+                dense(y, [config.block_m, config.block_n]) if y_tma else None,
+            )
+        )
+        sizes += [n, k, *x.stride, *w.stride, *y.stride]
+        offset = tl.int32 if max(reach(v) for v in (x, w, y)) <= gpu.int32_max else tl.int64
+        how += [how_x, how_w, y_tma, contiguous(x) == 1, contiguous(w) == 1, offset]
     rows = [m for m, _, _ in shapes] + [0] * (SLOTS - len(products))
     total = sum(tiles.tiles(config, shapes))
-    with on.current(device):
-        multi_gemm_kernel[(min(sms, total),)](
-            *xs, *unused, *ws, *unused, *ys, *unused, *rows, tuple(sizes),
-            COUNT=len(products), LOADS=tuple(how), PRECISION=precision, DTYPE=DTYPES[dtype],
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            FLATTEN=config.flatten, num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+    launch = Launch(
+        gpu.device, multi_gemm_kernel, (min(gpu.num_sms, total),), *rows, tuple(sizes),
+        COUNT=len(products), LOADS=tuple(how), PRECISION=precision, DTYPE=DTYPES[dtype],
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
+        FLATTEN=config.flatten, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return Group(members, config.block_m, found, launch)

@@ -1,0 +1,103 @@
+"""Launches that are prepared once, for calls of which only the tensors' contents and addresses differ.
+
+:func:`launch` is for kernels that are easily described; who has much to decide remembers a :class:`Launch` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+from anabranch._backends.triton.device import current
+
+REMEMBERED = 1024
+"""Launches of a kind that are remembered. Each size of a batch is one more."""
+
+
+class Launch:
+    """A kernel with all of its arguments but the tensors, which come first.
+
+    At every launch Triton finds out anew which of a kernel's compiled forms to run, from the type, value and
+    alignment of each argument, and takes longer for that than many kernels run. Whoever makes a ``Launch``
+    promises that the tensors of all calls agree in dtype, in being None, and in whether their addresses are
+    multiples of 16 bytes (descriptors: in dtype and tile), as they do if it is kept by their
+    :class:`~anabranch._backends.triton.operand.Operand`. Then what the first call compiled serves the others.
+    """
+
+    __slots__ = (
+        "_constants",
+        "_device",
+        "_fixed",
+        "_grid",
+        "_kernel",
+        "_numbers",
+        "_rest",
+        "_run",
+        "_stream",
+    )
+
+    def __init__(
+        self, device: torch.device, kernel: Any, grid: Sequence[int], *numbers: Any, **constants: Any
+    ) -> None:
+        """``numbers`` follow the tensors; ``constants`` are what is left, and the compiler's options."""
+        self._device = device
+        self._kernel = kernel
+        self._grid = (*grid, 1, 1)[:3]
+        self._numbers = numbers
+        self._constants = constants
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, *tensors: Any) -> None:
+        """Launches on the device it was made for."""
+        if self._run is None or self._kernel.pre_run_hooks or hooked():
+            self.unprepared(*tensors)
+            return
+        with current(self._device):
+            stream = self._stream(self._device.index)
+            self._run(*self._grid, stream, *self._fixed, *tensors, *self._rest)
+
+    def unprepared(self, *tensors: Any) -> None:
+        """Launches as Triton does it."""
+        with current(self._device):
+            found = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+        # The interpreter returns nothing. On AMD a tensor's size decides too, of which nothing was promised.
+        if isinstance(found, CompiledKernel) and found.metadata.target.backend == "cuda":
+            names = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
+            self._rest = (*self._numbers, *(self._constants[name] for name in names))
+            # As Triton calls it: no metadata for hooks, no hook before, none after.
+            self._fixed = (found.function, found.packed_metadata, None, None, None)
+            self._stream = driver.active.get_current_stream
+            self._run = found.run
+
+
+def hooked() -> bool:
+    """Whether someone, as a profiler, wants to be told of every launch."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def launch(
+    device: torch.device,
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor | None],
+    *numbers: float,
+    **constants: Any,
+) -> None:
+    """``kernel[grid](*tensors, *numbers, **constants)`` on a device, prepared at the first such call."""
+    known = tuple([None if v is None else (v.dtype, v.data_ptr() % 16 == 0) for v in tensors])
+    _remembered(device, kernel, grid, known, *numbers, **constants)(*tensors)
+
+
+@lru_cache(4 * REMEMBERED, typed=True)  # 1, 1.0 and True are compiled differently
+def _remembered(
+    device: torch.device, kernel: Any, grid: tuple[int, ...], known: Any, *numbers: float, **constants: Any
+) -> Launch:
+    return Launch(device, kernel, grid, *numbers, **constants)
