@@ -1,0 +1,229 @@
+"""The grouped GEMM with gradients: three products, each a call of a public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.epilogues import Identity
+from anabranch.errors import ArgumentError
+from anabranch.interop.unsloth import operands
+from anabranch.interop.unsloth.config import (
+    KernelConfig,
+    KernelConfigBackward_dW,
+    KernelConfigBackward_dX,
+    KernelConfigForward,
+    given,
+    tiles,
+)
+from anabranch.interop.wording import speaks_of
+from anabranch.layout import ExpertLayout
+from anabranch.ops.grouped_gemm import api
+from anabranch.ops.grouped_gemm.autograd import gradients
+from anabranch.ops.grouped_gemm.call import GroupedGemmCall
+from anabranch.ops.precision import cast_like_matmul, without_autocast
+from anabranch.tuning import GroupedGemmConfig, GroupedGemmConfigs
+
+OP = "grouped_gemm"
+
+
+@speaks_of(operands.WORDS)
+def grouped_gemm(
+    X: Tensor,
+    W: Tensor,
+    m_sizes: Tensor,
+    topk: int,
+    gather_indices: Tensor | None = None,
+    permute_x: bool = False,
+    permute_y: bool = False,
+    topk_weights: Tensor | None = None,
+    fuse_mul_post: bool = False,
+    kernel_config_fwd: KernelConfigForward | None = None,
+    kernel_config_bwd_dX: KernelConfigBackward_dX | None = None,
+    kernel_config_bwd_dW: KernelConfigBackward_dW | None = None,
+    autotune: bool = False,
+    is_first_gemm: bool = True,
+    dX_only: bool = False,
+    dW_only: bool = False,
+) -> Tensor:
+    """Multiplies each expert's rows by its weight, ``y[r] = W[e] X[r]``, with gradients.
+
+    Args:
+        X: (num_tokens, K) with ``permute_x``, else (total_tokens, K) sorted by expert; more dimensions before K are
+            flattened.
+        W: (E, N, K) or (E * N, K), X's dtype; its gradient has the same shape.
+        m_sizes: (E,) rows of each expert, integers of any width, on X's device.
+        topk: experts per token; total_tokens = num_tokens * topk.
+        gather_indices: (total_tokens,) slots in expert order, any integers; needed to permute alone.
+        permute_x: row r reads the token of its slot.
+        permute_y: y is in slot order.
+        topk_weights: total_tokens factors in slot order, for ``fuse_mul_post``.
+        fuse_mul_post: multiplies y by ``topk_weights`` before it is rounded; needs ``permute_y``. Its gradients reach
+            topk_weights too.
+        kernel_config_fwd: tiles of the forward; None lets anabranch choose. So do CPU tensors.
+        kernel_config_bwd_dX: those of X's gradient.
+        kernel_config_bwd_dW: those of W's.
+        autotune: anabranch chooses, whatever configurations are given, which are then not checked.
+        is_first_gemm: of an MLP's two products, which ``permute_x`` goes with; ``permute_y`` goes with the second.
+        dX_only: no gradient of W.
+        dW_only: no gradient of X.
+
+    Returns:
+        (total_tokens, N), in expert order, or in slot order with ``permute_y``.
+    """
+    if not autotune:
+        asked = (permute_x, permute_y, fuse_mul_post, is_first_gemm)
+        given(OP, "kernel_config_fwd", kernel_config_fwd, KernelConfigForward).check(*asked)
+        if not dX_only:
+            given(OP, "kernel_config_bwd_dW", kernel_config_bwd_dW, KernelConfigBackward_dW).check(*asked)
+        if not dW_only:
+            given(OP, "kernel_config_bwd_dX", kernel_config_bwd_dX, KernelConfigBackward_dX).check(*asked)
+    call = _call(
+        X,
+        W,
+        m_sizes,
+        topk,
+        gather_indices,
+        permute_x,
+        permute_y,
+        topk_weights,
+        fuse_mul_post,
+        kernel_config_fwd,
+        kernel_config_bwd_dX,
+        kernel_config_bwd_dW,
+        autotune,
+        dX_only,
+        dW_only,
+    )
+    if dX_only:
+        call["weight"] = call["weight"].detach()
+    if dW_only:
+        call["x"] = call["x"].detach()
+    return api.grouped_gemm(**call)
+
+
+def _call(
+    X: Tensor,
+    W: Tensor,
+    m_sizes: Tensor,
+    topk: int,
+    gather_indices: Tensor | None,
+    permute_x: bool,
+    permute_y: bool,
+    topk_weights: Tensor | None,
+    fuse_mul_post: bool,
+    kernel_config_fwd: KernelConfigForward | None = None,
+    kernel_config_bwd_dX: KernelConfigBackward_dX | None = None,
+    kernel_config_bwd_dW: KernelConfigBackward_dW | None = None,
+    autotune: bool = False,
+    dX_only: bool = False,
+    dW_only: bool = False,
+) -> dict[str, Any]:
+    """The arguments of anabranch.grouped_gemm."""
+    if dX_only and dW_only:
+        raise ArgumentError(OP, "dW_only", expected="False beside dX_only", got="True")
+    call = operands.product(
+        OP, X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post
+    )
+
+    def chosen(argument: str, config: Any, cls: type[KernelConfig]) -> GroupedGemmConfig | None:
+        if config is None:
+            return None
+        return tiles(OP, argument, given(OP, argument, config, cls), call["x"])
+
+    if not autotune:
+        call["config"] = GroupedGemmConfigs(
+            chosen("kernel_config_fwd", kernel_config_fwd, KernelConfigForward),
+            None
+            if dW_only
+            else chosen("kernel_config_bwd_dX", kernel_config_bwd_dX, KernelConfigBackward_dX),
+            None
+            if dX_only
+            else chosen("kernel_config_bwd_dW", kernel_config_bwd_dW, KernelConfigBackward_dW),
+        )
+    return call
+
+
+class GroupedGemm(torch.autograd.Function):
+    """:func:`grouped_gemm` without its rules, by position: ``GroupedGemm.apply(X, W, m_sizes, topk, ...)``."""
+
+    @staticmethod
+    @speaks_of(operands.WORDS, OP)
+    def forward(
+        ctx: Any,
+        X: Tensor,
+        W: Tensor,
+        m_sizes: Tensor,
+        topk: int,
+        gather_indices: Tensor | None,
+        permute_x: bool,
+        permute_y: bool,
+        topk_weights: Tensor | None,
+        fuse_mul_post: bool,
+        kernel_config_fwd: KernelConfigForward | None = None,
+        kernel_config_bwd_dX: KernelConfigBackward_dX | None = None,
+        kernel_config_bwd_dW: KernelConfigBackward_dW | None = None,
+        autotune: bool = False,
+        dX_only: bool = False,
+        dW_only: bool = False,
+    ) -> Tensor:
+        call = _call(
+            X,
+            W,
+            m_sizes,
+            topk,
+            gather_indices,
+            permute_x,
+            permute_y,
+            topk_weights,
+            fuse_mul_post,
+            kernel_config_fwd,
+            kernel_config_bwd_dX,
+            kernel_config_bwd_dW,
+            autotune,
+            dX_only,
+            dW_only,
+        )
+        # As matmul's operands are cast; autograd casts their gradients back.
+        call["x"], call["weight"] = cast_like_matmul(call["x"], call["weight"])
+        layout, configs = call["layout"], call.get("config", GroupedGemmConfigs())
+        ctx.save_for_backward(
+            call["x"],
+            call["weight"],
+            call["scale"],
+            layout.counts,
+            layout.offsets,
+            layout.row_to_slot,
+            layout.slot_to_row,
+        )
+        ctx.options = {"gather": permute_x, "scatter": permute_y}
+        ctx.options |= {"d_x_config": configs.d_x, "d_weight_config": configs.d_weight}
+        ctx.wanted = not dW_only, not dX_only
+        ctx.shapes = X.shape, W.shape, None, None if topk_weights is None else topk_weights.shape
+        return api.grouped_gemm(**call)
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale, *fields = ctx.saved_tensors
+        # The forward has checked these, and the trace of a backward allows no look at strides or layouts.
+        call = GroupedGemmCall(
+            x,
+            weight,
+            ExpertLayout(*fields),
+            bias=None,
+            scale=scale,
+            epilogue=Identity(),
+            transpose_weight=False,
+            **ctx.options,
+        )
+        needs_X, needs_W, needs_weights = (ctx.needs_input_grad[i] for i in (0, 1, 7))
+        needs = (needs_X and ctx.wanted[0], needs_W and ctx.wanted[1], False, needs_weights)
+        with without_autocast(x.device):
+            found = gradients(call, dY, needs)
+        d_X, d_W, _, d_weights = (
+            None if grad is None else grad.reshape(shape)
+            for grad, shape in zip(found, ctx.shapes, strict=True)
+        )
+        return d_X, d_W, None, None, None, None, None, d_weights, *[None] * 7

@@ -1,0 +1,143 @@
+"""The interface's tensors as the public functions take them: as views, and as an ExpertLayout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.errors import ArgumentError
+from anabranch.layout import ExpertLayout
+from anabranch.ops import checks
+
+WORDS = {
+    "x": "X",
+    "weight": "W",
+    "layout": "m_sizes",
+    "a layout": "the sizes",
+    "gather": "permute_x",
+    "scatter": "permute_y",
+    "scale": "topk_weights",
+    "grad": "dY",
+    "K_dim": "K",
+    "layout's T": "num_tokens",
+    "layout's R": "total_tokens",
+    "of the result": "(total_tokens, N)",
+    "(T * K,)": "(total_tokens,)",
+    "counts": "m_sizes",
+    "row_to_slot": "gather_indices",
+    "top_k": "topk",
+}
+"""What the public functions call things in their errors, and what they are called here."""
+
+_NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""Integers that an ExpertLayout is not made from directly."""
+_INTEGERS = (*checks.INTEGERS, *_NARROW)
+
+
+def product(
+    op: str,
+    X: Tensor,
+    W: Tensor,
+    m_sizes: Tensor,
+    topk: int,
+    gather_indices: Tensor | None,
+    permute_x: bool,
+    permute_y: bool,
+    topk_weights: Tensor | None,
+    fuse_mul_post: bool,
+) -> dict[str, Any]:
+    """The arguments of anabranch.grouped_gemm that compute the same."""
+    if fuse_mul_post and not permute_y:
+        raise ArgumentError(op, "fuse_mul_post", expected="False without permute_y", got="True")
+    x, layout = routed(op, X, m_sizes, topk, gather_indices, permute_x, permute_y)
+    return {
+        "x": x,
+        "weight": stacked(op, W, layout),
+        "layout": layout,
+        "gather": permute_x,
+        "scatter": permute_y,
+        "scale": by_slot(op, topk_weights, layout) if fuse_mul_post else None,
+    }
+
+
+def routed(
+    op: str,
+    X: Tensor,
+    m_sizes: Tensor,
+    topk: int,
+    gather_indices: Tensor | None,
+    permute_x: bool,
+    permute_y: bool,
+) -> tuple[Tensor, ExpertLayout]:
+    """X as a matrix, and the layout of the product's rows."""
+    checks.integer(op, "topk", topk, minimum=1)
+    x = rows(op, "X", X)
+    total = x.shape[0] * topk if permute_x else x.shape[0]
+    return x, layout_of(op, total, m_sizes, gather_indices, topk, permute_x, permute_y)
+
+
+def layout_of(
+    op: str,
+    total_tokens: int,
+    m_sizes: Tensor,
+    gather_indices: Tensor | None,
+    topk: int,
+    permute_x: bool,
+    permute_y: bool,
+) -> ExpertLayout:
+    """The layout of total_tokens rows, whose slots are in gather_indices where one side is permuted."""
+    if permute_x and permute_y:
+        raise ArgumentError(op, "permute_y", expected="False beside permute_x", got="True")
+    counts = _wide(op, "m_sizes", m_sizes, "(E,)")
+    if not (permute_x or permute_y):
+        return ExpertLayout.from_counts(counts, total_tokens)
+    slots = _wide(op, "gather_indices", gather_indices, "(total_tokens,)")
+    checks.shape(op, "gather_indices", slots, total_tokens, means="(total_tokens,)")
+    return ExpertLayout.from_sorted(counts, slots, topk)
+
+
+def rows(op: str, argument: str, value: Tensor) -> Tensor:
+    """A matrix of all rows: leading dimensions flattened."""
+    checks.dense(op, argument, value, "(..., columns)", checks.FLOATS)
+    if value.dim() < 2:
+        raise ArgumentError(op, argument, expected="shape (rows, columns)", got=f"shape {tuple(value.shape)}")
+    return value.flatten(0, -2)
+
+
+def stacked(op: str, W: Tensor, layout: ExpertLayout) -> Tensor:
+    """W as (E, N, K), also where it came as (E * N, K)."""
+    checks.dense(op, "W", W, "(E, N, K) or (E * N, K)", checks.FLOATS)
+    if W.dim() != 2:
+        return W
+    experts = layout.num_experts
+    if not experts or W.shape[0] % experts:
+        expected = f"(E, N, K), or (E * N, K) for the E = {experts} of m_sizes"
+        raise ArgumentError(op, "W", expected=expected, got=f"shape {tuple(W.shape)}")
+    return W.unflatten(0, (experts, W.shape[0] // experts))
+
+
+def by_slot(op: str, topk_weights: Tensor | None, layout: ExpertLayout) -> Tensor:
+    """Routing weights as (num_tokens, topk), however they came."""
+    checks.dense(op, "topk_weights", topk_weights, "of total_tokens values", checks.FLOATS)
+    assert topk_weights is not None
+    slots = layout.slot_to_row.shape
+    if topk_weights.numel() != slots.numel():
+        expected = f"total_tokens = {slots.numel()} values in slot order"
+        raise ArgumentError(op, "topk_weights", expected=expected, got=f"shape {tuple(topk_weights.shape)}")
+    return topk_weights.reshape(slots)
+
+
+def unweighted(op: str, **fused: bool) -> None:
+    """Demands that no routing weights are to be multiplied, where none can be given."""
+    for argument, value in fused.items():
+        if value:
+            expected = "False, for this product takes no topk_weights"
+            raise ArgumentError(op, argument, expected=expected, got=repr(value))
+
+
+def _wide(op: str, argument: str, value: Tensor | None, shape: str) -> Tensor:
+    checks.tensor(op, argument, value, shape, _INTEGERS)
+    assert value is not None
+    return value.to(torch.int64) if value.dtype in _NARROW else value
