@@ -1,11 +1,13 @@
 # Everything a checkout needs, from nothing but Python and make.
 #
-#   make demo    train and sample a small MoE language model    TEXT=file  STEPS=n
-#   make test    the tests that need no GPU                     JOBS=n     ARGS="-k rope"
-#   make check   lint, format, types, and the repository's rules
-#   make aot     compile the Triton kernels for GPUs that need not be here; registers, spills, shared memory
-#   make bench   time the operations on this machine            ARGS="..."
-#   make docs    run every snippet and follow every link of the documentation
+#   make demo      train and sample a small MoE language model    TEXT=file  STEPS=n
+#   make test      the tests that need no GPU                     JOBS=n     ARGS="-k rope"
+#   make test-gpu  every operation on a GPU                       JOBS=n     ARGS="-k rope"
+#   make sanitize  core cases under compute-sanitizer             COMPUTE_SANITIZER=path
+#   make check     lint, format, types, and the repository's rules
+#   make aot       compile the Triton kernels for GPUs that need not be here; registers, spills, shared memory
+#   make bench     time the operations on this machine            ARGS="..."
+#   make docs      run every snippet and follow every link of the documentation
 #
 # PYTHON names the interpreter that makes the virtual environment; VENV where it goes.
 
@@ -17,12 +19,12 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 # Interpreted on the CPU, which is set before Triton is imported: a run of its own.
-INTERPRETED := $(wildcard tests/ops/*/test_triton.py tests/ops/*/test_tuned.py)
+INTERPRETED := $(wildcard tests/ops/*/test_triton.py tests/ops/*/test_tuned.py) tests/ops/grouped_gemm/test_gradients_alone.py
 DOCS := tests/repo/test_readme.py tests/repo/test_docs_snippets.py
 
 export TEXT STEPS
 
-.PHONY: help demo test check aot bench docs clean
+.PHONY: help demo test test-gpu sanitize check aot bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +37,15 @@ test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not gpu' --ignore tests/aot $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not gpu' $(INTERPRETED) $(ARGS); \
 	  status=$$?; test $$status -eq 0 -o $$status -eq 5  # 5: ARGS picks none of them
+
+# What needs a GPU's whole memory runs alone, after the others, and whether they pass or not. 5: ARGS picks none.
+test-gpu: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'gpu and not large' $(ARGS); many=$$?; \
+	  $(BIN)/python -m pytest -m 'gpu and large' tests/gpu $(ARGS); large=$$?; \
+	  test \( $$many -eq 0 -o $$many -eq 5 \) -a \( $$large -eq 0 -o $$large -eq 5 \)
+
+sanitize: $(VENV)/test.stamp
+	$(BIN)/python tests/gpu/sanitize.py
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -133,8 +133,8 @@ def test_medians_are_interleaved():
     order = []
     runs = {name: lambda name=name: order.append(name) for name in "abc"}
     assert set(medians(runs, 3, CPU)) == set("abc")
-    assert order[:9] == list("abcbcacab")
-    assert {order.count(name) for name in "abc"} == {6}
+    assert order[:18] == list("aabbccbbccaaccaabb")
+    assert {order.count(name) for name in "abc"} == {12}
 
 
 def test_saved_bytes_leaves_out_the_inputs():

@@ -102,7 +102,7 @@ def check_even(path, layout):
     assert len(places) == offsets[-1]
     assert path.slots[path.places_of_rows].tolist() == layout.row_to_slot[: offsets[-1]].tolist()
     assert path.rows[path.places_of_rows].tolist() == list(range(offsets[-1]))
-    assert sorted(set(range(path.places)) - set(places)) == path.fillers[:, 0].nonzero()[:, 0].tolist()
+    assert sorted(set(range(path.places)) - set(places)) == path.fillers.nonzero()[:, 0].tolist()
     kept = layout.slot_to_row >= 0
     assert torch.equal(path.slot_to_place[kept], path.places_of_rows[layout.slot_to_row[kept].long()])
     assert bool((path.slot_to_place[~kept] == path.places).all())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from anabranch import testing as at
+from anabranch.testing.steps import STEPS, results
 
 BF16 = torch.bfloat16
 
@@ -201,3 +202,50 @@ def test_poison_is_nan_in_every_dtype(dtype, monkeypatch):
 def test_usable_backends():
     assert at.usable_backends("grouped_gemm")[-2:] == ["eager", "reference"]
     assert "hopper" not in at.usable_backends("grouped_gemm")
+
+
+def one_after_the_other(x, w):
+    """x @ w.T in fp32, from the first term to the last."""
+    total = torch.zeros(x.shape[0], w.shape[0])
+    for k in range(x.shape[1]):
+        total = total + x[:, k : k + 1] * w[:, k]
+    return total
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1, 30])
+@pytest.mark.parametrize("terms", [64, 1024])
+def test_a_sum_in_any_order_is_right_and_tf32_is_not(terms, scale):
+    x, w = at.randn(24, terms, scale=scale), at.randn(40, terms)
+    reference = x.double() @ w.double().T
+    baseline = at.in_any_order(reference.float(), reference, terms)  # the most exact there is
+    at.assert_within_budget(one_after_the_other(x, w), reference, baseline)
+    ten_bits = [(v.view(torch.int32) + 0x1000 & ~0x1FFF).view(torch.float32) for v in (x, w)]
+    with pytest.raises(AssertionError, match="out of bounds"):
+        at.assert_within_budget(one_after_the_other(*ten_bits), reference, baseline)
+
+
+def test_no_order_moves_what_is_zero_or_rounded_more_coarsely():
+    reference = torch.tensor([[0.0, 0.0], [3.0, -1.0]], dtype=torch.float64)
+    assert at.in_any_order(reference.float(), reference, 100)[0].eq(0).all()
+    at.assert_same(at.in_any_order(reference.to(BF16), reference, 100), reference.to(BF16))
+    empty = torch.zeros(0, 3)
+    at.assert_same(at.in_any_order(empty, empty.double(), 100), empty)
+
+
+def test_tensors_are_made_where_it_is_said():
+    assert at.here() == torch.device("cpu")
+    with at.on("meta"):
+        assert at.randn(2, 3).is_meta
+        assert at.routing(4, 3, 2).is_meta
+        with at.on("cpu"):
+            assert at.guard_band((2, 3), torch.float32)[0].device.type == "cpu"
+        assert at.randn(2, 3, device="cpu").device.type == "cpu"
+    assert at.randn(2, 3).device.type == "cpu"
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_step_gives_finite_results_of_its_own(name):
+    step = STEPS[name]
+    first, second = (results(step, step.inputs(torch.float32, "cpu", seed)) for seed in (0, 1))
+    assert all(bool(value.isfinite().all()) for value in first)
+    assert any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))

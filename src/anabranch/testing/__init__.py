@@ -4,8 +4,8 @@ torch and the standard library only, but for :mod:`anabranch.testing.aot`, which
 user's program needs imports it.
 """
 
-from anabranch.testing.backends import usable_backends
-from anabranch.testing.budget import assert_component_wise, assert_same, assert_within_budget
+from anabranch.testing.backends import here, on, usable_backends
+from anabranch.testing.budget import assert_component_wise, assert_same, assert_within_budget, in_any_order
 from anabranch.testing.inputs import ROUTINGS, STRIDES, empty_patterns, randn, routing, strided
 from anabranch.testing.memory import guard_band, poison
 
@@ -17,6 +17,9 @@ __all__ = [
     "assert_within_budget",
     "empty_patterns",
     "guard_band",
+    "here",
+    "in_any_order",
+    "on",
     "poison",
     "randn",
     "routing",

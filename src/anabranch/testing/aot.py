@@ -21,6 +21,7 @@ from unittest import mock
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from anabranch._backends.triton import device
@@ -76,7 +77,8 @@ def compiling(arch: int | str) -> Iterator[list[Compiled]]:
         options, signature, constants, attributes = self._pack_args(
             backend, options, bound, specialization, options
         )
-        source = ASTSource(self, signature, constants, attributes)
+        kind = GluonASTSource if self.is_gluon() else ASTSource
+        source = kind(self, signature, constants, attributes)
         key = source.hash() + str(options)
         if key in seen:
             return

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from anabranch.testing.backends import here
+
 __all__ = ["ROUTINGS", "STRIDES", "empty_patterns", "randn", "routing", "strided"]
 
 ROUTINGS = ("even", "random", "zipf", "one_expert", "empty_first", "empty_last", "every_other", "duplicates")
@@ -23,7 +25,7 @@ def routing(
     *,
     dropped: float = 0.0,
     dtype: torch.dtype = torch.int64,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """(T, K) expert ids.
@@ -37,7 +39,7 @@ def routing(
             ``every_other`` leave experts without rows; ``duplicates`` draws with replacement.
         dropped: fraction of slots whose id is out of range, below and above in turn.
         dtype: int32 or int64.
-        device: where the ids live.
+        device: where the ids live; None for :func:`~anabranch.testing.here`.
         generator: a CPU generator.
     """
     slots = num_tokens * top_k
@@ -63,18 +65,19 @@ def routing(
     if dropped:
         lost = torch.randperm(slots, generator=generator)[: round(dropped * slots)]
         ids.view(-1)[lost] = torch.tensor([-1, num_experts]).repeat(slots)[: lost.numel()]
-    return ids.to(device=device, dtype=dtype)
+    return ids.to(here() if device is None else device, dtype)
 
 
 def randn(
     *shape: int,
     dtype: torch.dtype = torch.float32,
     scale: float = 1.0,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Normal numbers, drawn in fp64 on the CPU: the same for every dtype and device, but for rounding."""
-    return (scale * torch.randn(*shape, dtype=torch.float64, generator=generator)).to(device, dtype)
+    value = scale * torch.randn(*shape, dtype=torch.float64, generator=generator)
+    return value.to(here() if device is None else device, dtype)
 
 
 def _gap(value: Tensor) -> float:

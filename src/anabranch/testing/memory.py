@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from anabranch.testing.backends import here
+
 __all__ = ["guard_band", "poison"]
 
 _NAN_BITS = 0x7FFF
@@ -14,14 +16,14 @@ _NAN_BITS = 0x7FFF
 _SIZES = tuple(2**power for power in range(9, 25))
 
 
-def poison(device: torch.device | str = "cpu", *like: Tensor, copies: int = 2) -> None:
+def poison(device: torch.device | str | None = None, *like: Tensor, copies: int = 2) -> None:
     """Leaves NaN in the memory that the next allocations on ``device`` are likely to get.
 
     Blocks of the byte sizes of ``like`` (the outputs to come), and on an accelerator of the powers of two up
     to 16 MiB too, are filled and handed back to the allocator. A caching allocator returns them as they are.
     The CPU's gives big blocks back to the system, which clears them; there, tests poison allocation itself.
     """
-    device = torch.device(device)
+    device = here() if device is None else torch.device(device)
     sizes = [value.numel() * value.element_size() for value in like]
     if device.type != "cpu":
         sizes.extend(_SIZES)
@@ -36,7 +38,7 @@ def poison(device: torch.device | str = "cpu", *like: Tensor, copies: int = 2) -
 def guard_band(
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     *,
     sentinel: float = 123.0,
     band: int = 16,
@@ -47,7 +49,7 @@ def guard_band(
     Args:
         shape: of the tensor, one dimension or more.
         dtype: of the tensor.
-        device: of the tensor.
+        device: of the tensor; None for :func:`~anabranch.testing.here`.
         sentinel: what the buffer holds around it. The tensor itself starts as NaN, or huge if it is integral.
         band: elements before and after it, or rows if it is a matrix.
         columns: columns to the right of a matrix; 0 leaves it contiguous.
@@ -55,6 +57,7 @@ def guard_band(
     Returns:
         The tensor, and a function that raises AssertionError if anything around it has changed.
     """
+    device = here() if device is None else device
     if len(shape) >= 2:
         buffer = torch.full(
             (shape[0] + 2 * band, *shape[1:-1], shape[-1] + columns), sentinel, dtype=dtype, device=device

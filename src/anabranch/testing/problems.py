@@ -206,7 +206,8 @@ class Problem:
     def _differentiate(self, out: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
         given = list(leaves.values())
         if out.requires_grad:
-            grads = torch.autograd.grad(out, given, self.grad.to(out.dtype), materialize_grads=True)
+            grad = self.grad.to(out.device, out.dtype)
+            grads = torch.autograd.grad(out, given, grad, materialize_grads=True)
         else:
             grads = tuple(torch.zeros_like(v) for v in given)
         return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
@@ -218,11 +219,10 @@ class Problem:
         return self._cache["oracle"]
 
     def _one_row_at_a_time(self, formula: Callable[..., Tensor]) -> dict[str, Tensor]:
-        leaves = {n: v.detach().double().requires_grad_() for n, v in self.inputs().items()}
+        # So many small steps are the CPU's to take.
+        leaves = {n: v.detach().cpu().double().requires_grad_() for n, v in self.inputs().items()}
         top_k, flags = self.ids.shape[1], self.flags
-        out = [torch.zeros(self.grad.shape[1], dtype=torch.float64, device=self.x.device)] * self.grad.shape[
-            0
-        ]
+        out = [torch.zeros(self.grad.shape[1], dtype=torch.float64)] * self.grad.shape[0]
         for row, slot, expert in self.rows():
             x = leaves["x"][slot // top_k if flags.gather else row]
             w = leaves["weight"][expert]
@@ -234,8 +234,9 @@ class Problem:
             if flags.scale:
                 y = y * leaves["scale"].reshape(-1)[slot]
             out[slot if flags.scatter else row] = y
-        stacked = torch.stack(out) if out else self.grad.double()
-        return self._differentiate(stacked, leaves)
+        stacked = torch.stack(out) if out else self.grad.cpu().double()
+        found = self._differentiate(stacked, leaves)
+        return {name: value.to(self.x.device) for name, value in found.items()}
 
     def magnitude(self) -> dict[str, Tensor]:
         """The oracle of absolute values: what roundings are relative to, in each element of each result."""

@@ -6,23 +6,21 @@ import pytest
 import torch
 
 from anabranch.ops.grouped_gemm.cases import MODELS, SMALL
-from anabranch.testing import usable_backends
 from anabranch.testing.broken import FAULTS, installed
 from anabranch.testing.conformance import CHECKS, VARIANTS, check_case
 
-TARGETS = [(backend, "cpu") for backend in usable_backends("grouped_gemm")]
-if torch.cuda.is_available():
-    CUDA = usable_backends("grouped_gemm", "cuda")
-    TARGETS += [pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in CUDA]
+on_every_device = pytest.mark.op("grouped_gemm")
 DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
 
 
+@on_every_device
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("backend", "device"), TARGETS)
 def test_check(check, dtype, backend, device):
+    if (device, dtype) == ("cuda", "float16") and check.startswith("memory_layout"):
+        pytest.skip("loads as bfloat16 does, in as many kernels")
     CHECKS[check](backend, DTYPES[dtype], device)
 
 
@@ -34,8 +32,8 @@ CASES = [
 ]
 
 
+@on_every_device
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("backend", "device"), TARGETS)
 @pytest.mark.parametrize(("case", "flags"), CASES, ids=[f"{case}-{flags}" for case, flags in CASES])
 def test_case(case, flags, dtype, backend, device):
     check_case(backend, DTYPES[dtype], device, case, flags)

@@ -8,13 +8,14 @@ import torch
 from anabranch import ExpertLayout, grouped_gemm
 from anabranch.epilogues import base
 from anabranch.errors import UnsupportedError
-from anabranch.testing import assert_same, randn, routing, usable_backends
+from anabranch.testing import assert_same, randn, routing
 from anabranch.testing.conformance import FULL, make, solve
 from anabranch.testing.problems import Flags
 
-BACKENDS = usable_backends("grouped_gemm")
+pytestmark = pytest.mark.op("grouped_gemm")
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("gather", "scatter"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("activation", sorted(base.REGISTRY))
 def test_gradcheck(activation, gather, scatter):
@@ -30,10 +31,9 @@ def test_gradcheck(activation, gather, scatter):
     assert torch.autograd.gradcheck(function, tuple(tensors.values()))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad", ["sum", "mean", "transpose", "every_second", "expand", "partial"])
-def test_gradients_that_are_not_contiguous(grad, dtype, backend):
+def test_gradients_that_are_not_contiguous(grad, dtype, backend, device):
     losses = {
         "sum": lambda y: y.sum(),
         "mean": lambda y: y.mean(),
@@ -42,7 +42,7 @@ def test_gradients_that_are_not_contiguous(grad, dtype, backend):
         "expand": lambda y: (y * torch.ones(y.shape[1]).expand(y.shape)).sum(),
         "partial": lambda y: y[2:5, 1:].square().sum(),
     }
-    problem = make(dtype, "cpu", routing(9, 4, 2), flags=FULL)
+    problem = make(dtype, device, routing(9, 4, 2), flags=FULL)
     leaves = {n: v.detach().requires_grad_() for n, v in problem.inputs().items()}
     out = problem.call(backend, **leaves)
     copy = out.detach().clone().requires_grad_()
@@ -52,13 +52,13 @@ def test_gradients_that_are_not_contiguous(grad, dtype, backend):
     problem.check({name: leaf.grad for name, leaf in leaves.items()}, name=f"{grad}: ")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.fp64
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 @pytest.mark.parametrize("scatter", [False, True])
-def test_the_scale_learns(scatter, activation, backend):
+def test_the_scale_learns(scatter, activation, backend, device):
     """d_scale[t, k] = <d_out, act(W x + b)>, which is not zero."""
     flags = Flags(gather=True, scatter=scatter, bias=True, scale=True, activation=activation)
-    problem = make(torch.float64, "cpu", routing(9, 4, 2), flags=flags)
+    problem = make(torch.float64, device, routing(9, 4, 2), flags=flags)
     results = problem.run(backend, needs=("scale",))
     problem.check({"scale": results["scale"]})
     assert results["scale"].ne(0).all()
@@ -71,6 +71,7 @@ def products(function) -> int:
     return sum(event.name in ("aten::mm", "aten::addmm", "aten::bmm") for event in profile.events())
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("needs", "count"), [(("x",), 1), (("weight",), 1), (("x", "weight"), 2), (("bias",), 0), (("scale",), 0)]
 )
@@ -82,6 +83,7 @@ def test_eager_multiplies_only_for_what_is_needed(needs, count):
     assert products(lambda: out.backward(problem.grad)) == 2 * count
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("needs", ["x", "weight", "bias", "scale"])
 def test_eager_allocates_only_what_is_needed(needs):
     E, N, K_dim = 4, 256, 512
@@ -98,8 +100,8 @@ def test_eager_allocates_only_what_is_needed(needs):
     assert (peak >= whole) == (needs == "weight")
 
 
-def test_nothing_is_kept_for_backward_without_gradients():
-    problem = make(torch.float32, "cpu", flags=Flags(activation="swiglu"))
+def test_nothing_is_kept_for_backward_without_gradients(device):
+    problem = make(torch.float32, device, flags=Flags(activation="swiglu"))
     with torch.no_grad():
         out = problem.call("eager", **{n: v.requires_grad_() for n, v in problem.inputs().items()})
     assert not out.requires_grad
@@ -107,8 +109,8 @@ def test_nothing_is_kept_for_backward_without_gradients():
 
 
 @pytest.mark.parametrize("activation", [None, "swiglu"])
-def test_a_second_derivative_is_refused(activation):
-    problem = make(torch.float64, "cpu", flags=Flags(activation=activation))
+def test_a_second_derivative_is_refused(activation, device):
+    problem = make(torch.float64, device, flags=Flags(activation=activation))
     x = problem.x.requires_grad_()
     (grad,) = torch.autograd.grad(
         problem.call("eager", x=x), x, problem.grad.requires_grad_(), create_graph=True
@@ -121,6 +123,7 @@ def test_a_second_derivative_is_refused(activation):
     )
 
 
+@pytest.mark.cpu
 def test_the_reference_has_second_derivatives():
     layout = ExpertLayout.from_topk(torch.tensor([[0], [1], [0]]), 2)
     inputs = [randn(*s, dtype=torch.float64).requires_grad_() for s in ((3, 3), (2, 2, 3))]
@@ -131,10 +134,10 @@ def test_the_reference_has_second_derivatives():
     assert torch.autograd.gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_weight_for_all_experts(backend):
+@pytest.mark.fp64
+def test_one_weight_for_all_experts(backend, device):
     """An expert stride of 0: the gradient of the one weight is the sum over experts."""
-    problem = make(torch.float64, "cpu", routing(9, 4, 2), flags=Flags(gather=True))
+    problem = make(torch.float64, device, routing(9, 4, 2), flags=Flags(gather=True))
     weight = problem.weight[0].clone().requires_grad_()
     out = problem.call(backend, weight=weight.expand(4, -1, -1))
     out.backward(problem.grad)
@@ -142,17 +145,17 @@ def test_one_weight_for_all_experts(backend):
     torch.testing.assert_close(weight.grad, each.sum(0))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rank", [1, 2, 4, 8, 12, 16, 20, 24, 64])
-def test_adapters_of_any_rank(rank, backend):
+def test_adapters_of_any_rank(rank, backend, device):
     """Low rank products, in and out, with few rows or none."""
     for counts in ([0, 1, 2], [15, 16, 0]):
         ids = torch.tensor([e for e, c in enumerate(counts) for _ in range(c)]).reshape(-1, 1)
         for N, K_dim in ((rank, 32), (32, rank)):
-            problem = make(torch.bfloat16, "cpu", ids, 3, N, K_dim, Flags(), counts=counts)
+            problem = make(torch.bfloat16, device, ids, 3, N, K_dim, Flags(), counts=counts)
             solve(backend, problem, f"counts {counts}, N = {N}, K_dim = {K_dim}")
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_same_bits_at_the_same_number_of_threads(threads):
     before = torch.get_num_threads()
@@ -166,9 +169,8 @@ def test_the_same_bits_at_the_same_number_of_threads(threads):
         assert_same(second[name], value, name=name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_deterministic_algorithms_change_nothing(backend):
-    problem = make(torch.bfloat16, "cpu")
+def test_deterministic_algorithms_change_nothing(backend, device):
+    problem = make(torch.bfloat16, device)
     expected = problem.run(backend)
     torch.use_deterministic_algorithms(True)
     try:
@@ -179,19 +181,18 @@ def test_deterministic_algorithms_change_nothing(backend):
         assert_same(actual[name], value, name=name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_padding_tokens_changes_nothing(backend):
+def test_padding_tokens_changes_nothing(backend, device):
     """45 tokens are the first 45 of 64 whose last 19 go nowhere, forward and backward."""
     ids = routing(45, 4, 2)
     padded = torch.cat([ids, ids.new_full((19, 2), -1)])
-    short = make(torch.float32, "cpu", ids, flags=Flags(gather=True, scatter=True, scale=True))
-    long = make(torch.float32, "cpu", padded, flags=short.flags)
+    short = make(torch.float32, device, ids, flags=Flags(gather=True, scatter=True, scale=True))
+    long = make(torch.float32, device, padded, flags=short.flags)
     fill = {"x": long.x.clone(), "scale": long.scale.clone(), "grad": long.grad.clone()}
     fill["x"][:45], fill["scale"][:45], fill["grad"][:90] = short.x, short.scale, short.grad
     actual = long.with_inputs(weight=short.weight, **fill).run(backend)
     for name, value in short.run(backend).items():
         rows = value.shape[0]
-        torch.testing.assert_close(actual[name][:rows], value, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(actual[name][:rows], value, rtol=1e-5, atol=1e-5)
         assert not actual[name][rows:].any(), name
 
 

@@ -5,11 +5,11 @@ import torch
 
 from anabranch import ExpertLayout, grouped_gemm
 from anabranch.errors import ArgumentTypeError
-from anabranch.testing import assert_component_wise, randn, usable_backends
+from anabranch.testing import assert_component_wise, randn
 from anabranch.testing.conformance import make, rounds_once
 from anabranch.testing.problems import Flags
 
-BACKENDS = usable_backends("grouped_gemm")
+pytestmark = pytest.mark.op("grouped_gemm")
 COUNTS = [1, 3]
 LOW = (torch.bfloat16, torch.float16)
 
@@ -31,7 +31,6 @@ def ours(x, weight, bias, scale, backend):
     return grouped_gemm(x, weight, layout, bias=bias, scale=scale, backend=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("backward_inside", [False, True])
 @pytest.mark.parametrize(
@@ -44,10 +43,10 @@ def ours(x, weight, bias, scale, backend):
     ],
     ids=["x32-w16", "x16-w32", "all32", "all-different"],
 )
-def test_autocast_is_that_of_bmm(dtypes, backward_inside, low, backend):
+def test_autocast_is_that_of_bmm(dtypes, backward_inside, low, backend, device):
     inputs = leaves(*dtypes)
-    linear = torch.nn.Linear(128, 8)
-    with torch.autocast("cpu", low):
+    linear = torch.nn.Linear(128, 8, device=device)
+    with torch.autocast(device, low):
         plain, expected = bmm(*inputs)
         out = ours(*inputs, backend)
         assert out.dtype == plain.dtype == low
@@ -67,7 +66,7 @@ def test_autocast_is_that_of_bmm(dtypes, backward_inside, low, backend):
     ) * scale
     magnitude = torch.stack([weight[e].abs() @ x[i].abs() for i, e in enumerate((0, 1, 1, 1))])
     magnitude = (magnitude + bias[[0, 1, 1, 1]].abs()) * scale
-    once = rounds_once(backend, low, Flags(bias=True, scale=True), "cpu")
+    once = rounds_once(backend, low, Flags(bias=True, scale=True), device)
     assert_component_wise(out, reference, magnitude, 64, roundings=1 if once else 2)
     torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=2**-6)
 
@@ -77,31 +76,31 @@ def _rounded(inputs, low):
     return (*(value.to(low).double() for value in (x, weight, bias)), scale.double())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_fp64_stays_fp64_under_autocast(backend):
+@pytest.mark.fp64
+def test_fp64_stays_fp64_under_autocast(backend, device):
     inputs = [value.detach().double() for value in leaves(torch.float32, torch.float32, torch.float32)]
     outside = ours(*inputs, backend)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         assert torch.bmm(inputs[0][None], inputs[1][:1].mT).dtype == torch.float64
         assert torch.equal(ours(*inputs, backend), outside)
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])  # that one is plain PyTorch
-def test_backward_alone_under_autocast_keeps_its_precision(backend):
+def test_backward_alone_under_autocast_keeps_its_precision(backend, device):
+    if backend == "reference":
+        return  # plain PyTorch, which autocast reaches
     inputs = leaves(torch.float32, torch.float32, torch.float32)
     out = ours(*inputs, backend)
     grad = randn(*out.shape)
     expected = torch.autograd.grad(out, inputs, grad, retain_graph=True)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         actual = torch.autograd.grad(out, inputs, grad)
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast_switched_off_is_off(backend):
+def test_autocast_switched_off_is_off(backend, device):
     inputs = leaves(torch.float32, torch.float32, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+    with torch.autocast(device, torch.bfloat16), torch.autocast(device, enabled=False):
         assert ours(*inputs, backend).dtype == torch.float32
 
 
@@ -114,9 +113,8 @@ def test_mixed_dtypes_are_an_error_outside_autocast():
 
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_scale_has_a_dtype_of_its_own(backend, dtype, scale_dtype):
-    problem = make(dtype, "cpu", flags=Flags(scale=True, gather=True))
+def test_the_scale_has_a_dtype_of_its_own(backend, dtype, scale_dtype, device):
+    problem = make(dtype, device, flags=Flags(scale=True, gather=True))
     problem = problem.with_inputs(scale=problem.scale.to(scale_dtype))
     results = problem.run(backend)
     assert results["scale"].dtype == scale_dtype
@@ -124,10 +122,9 @@ def test_the_scale_has_a_dtype_of_its_own(backend, dtype, scale_dtype):
     wrong = (results["scale"].double() - reference).abs().max() / reference.abs().max()
     # Two roundings: of the pre-activation or of the gradient, whichever is coarser, and of the result.
     assert wrong <= 4 * max(torch.finfo(d).eps for d in (dtype, scale_dtype))
-    problem.check({"out": results["out"]}, one_rounding=rounds_once(backend, dtype, problem.flags, "cpu"))
+    problem.check({"out": results["out"]}, one_rounding=rounds_once(backend, dtype, problem.flags, device))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_bias_is_added_once_and_weighted(backend):
     """W = 0, bias 1, weights .7 and .3: the combined output is exactly 1, and d_bias the sum of weights."""
     ids, weights = torch.tensor([[0, 1]] * 3), torch.tensor([[0.7, 0.3]] * 3)

@@ -1,11 +1,12 @@
-"""The Triton backend of grouped_gemm, interpreted: the conformance suite, and every path through the launcher.
+"""The Triton backend of grouped_gemm: every path through the launcher; interpreted, the conformance suite too.
 
-TRITON_INTERPRET=1 pytest tests/ops/grouped_gemm/test_triton.py runs it; on a GPU the conformance suite itself does.
+TRITON_INTERPRET=1 pytest tests/ops/grouped_gemm/test_triton.py interprets it.
 """
 
 import os
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +19,16 @@ from anabranch.testing import STRIDES, assert_same, guard_band, randn, routing, 
 from anabranch.testing.conformance import CHECKS, FULL, VARIANTS, check_case, make, solve
 from anabranch.testing.problems import Flags, Problem
 
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETS, reason="needs TRITON_INTERPRET=1")
+runs = pytest.mark.op("grouped_gemm", "triton")
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
     # NumPy, which interprets, warns of NaN where a GPU does not, and of how the interpreter reads a scalar.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
-DTYPES = (torch.float32, torch.float16)  # the interpreter cannot multiply bf16
+# The interpreter cannot multiply bf16.
+DTYPES = (torch.float32, torch.float16, *[torch.bfloat16] * (torch.cuda.is_available() and not INTERPRETS))
 # The others repeat much, or go over shapes that are here one by one.
 QUICK = (
     "counts_that_claim_too_much",
@@ -42,69 +46,71 @@ ALIGNED = dict(E=4, N=32, K_dim=64)
 
 
 @pytest.fixture
-def device():
+def facts():
     from anabranch._backends.triton import device
 
     return device
 
 
 @pytest.fixture
-def hopper(device, monkeypatch):
+def hopper(facts, monkeypatch):
     """The paths of a GPU with a tensor memory accelerator; what is interpreted of it are its descriptors."""
-    used = {"read": 0, "written": 0}
-    original = device.tma_refusal
-    monkeypatch.setattr(device, "capability", lambda _: (9, 0))
-
-    def counted(value, inner=-1):
-        reason = original(value, inner)
-        used["read"] += reason is None
-        return reason
-
-    monkeypatch.setattr(device, "tma_refusal", counted)
-    return used
+    if INTERPRETS:
+        monkeypatch.setattr(facts, "capability", lambda _: (9, 0))
+    elif torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU with a tensor memory accelerator")
 
 
 @contextmanager
 def launches():
     """The constants of what is launched, by kernel."""
     from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
 
+    from anabranch._backends.triton.prepared import Launch
+
+    function = InterpretedFunction if INTERPRETS else JITFunction
     found = []
-    original = InterpretedFunction.run
+    original = function.run
 
     def run(self, *args, **kwargs):
         found.append((self.fn.__name__, kwargs))
         return original(self, *args, **kwargs)
 
-    InterpretedFunction.run = run
+    function.run = run
     try:
-        yield found
+        # Prepared launches pass Triton by.
+        with mock.patch.object(Launch, "__call__", Launch.unprepared):
+            yield found
     finally:
-        InterpretedFunction.run = original
+        function.run = original
 
 
 def constants(found, kernel):
     return [kwargs for name, kwargs in found if name == kernel]
 
 
+@interpreted
 @pytest.mark.parametrize("check", QUICK)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_check(check, dtype):
     CHECKS[check]("triton", dtype, "cpu")
 
 
+@interpreted
 @pytest.mark.parametrize("index", range(len(SMALL)), ids=[str(case) for case in SMALL])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_case(index, dtype):
     check_case("triton", dtype, "cpu", SMALL[index], VARIANTS[(2 * index + 1) % len(VARIANTS)])
 
 
+@runs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("flags", VARIANTS, ids=str)
-def test_the_accelerators_paths(hopper, dtype, flags):
+def test_the_accelerators_paths(hopper, dtype, flags, device):
     """Loads and stores through descriptors: values and gradients."""
     with launches() as found:
-        solve("triton", make(dtype, "cpu", flags=flags, **ALIGNED))
+        solve("triton", make(dtype, device, flags=flags, **ALIGNED))
     forward, *_, backward = constants(found, "forward_kernel")
     assert forward["W_TMA"]
     assert forward["X_TMA"] is not flags.gather
@@ -114,20 +120,22 @@ def test_the_accelerators_paths(hopper, dtype, flags):
     assert constants(found, "weight_gradient_kernel")[0]["Z_TMA"] or flags.scatter
 
 
+@runs
 @pytest.mark.parametrize("counts", [[8, 0, 12, 4], [0, 0, 0, 0], [5, 0, 33, 13]], ids=str)
-def test_ragged_descriptors_stop_at_the_experts_end(hopper, counts):
+def test_ragged_descriptors_stop_at_the_experts_end(hopper, counts, device):
     """Rows past the last expert hold NaN in x and in the gradient; several tiles, whole and partial."""
     rows = sum(counts) + 7
     ids = [e for e, n in enumerate(counts) for _ in range(n)]
     ids = torch.tensor(ids + [-1] * (rows - len(ids))).reshape(rows, 1)
-    problem = make(torch.float32, "cpu", ids, flags=Flags(bias=True), counts=counts, **ALIGNED)
+    problem = make(torch.float32, device, ids, flags=Flags(bias=True), counts=counts, **ALIGNED)
     with launches() as found:
         solve("triton", problem)
     assert all(k["X_TMA"] and k["OUT_TMA"] for k in constants(found, "forward_kernel"))
 
 
-def test_descriptors_write_only_the_output(hopper):
-    problem = make(torch.float32, "cpu", flags=Flags(bias=True), **ALIGNED)
+@runs
+def test_descriptors_write_only_the_output(hopper, device):
+    problem = make(torch.float32, device, flags=Flags(bias=True), **ALIGNED)
     out, untouched = guard_band(tuple(problem.grad.shape), torch.float32, columns=4)
     with torch.no_grad():
         problem.call("triton", out=out)
@@ -149,26 +157,29 @@ REFUSED = {
 }
 
 
+@interpreted
 @pytest.mark.parametrize("reason", REFUSED)
-def test_why_the_accelerator_is_not_used(reason, device, monkeypatch):
+def test_why_the_accelerator_is_not_used(reason, facts, monkeypatch):
     value, capability = REFUSED[reason]
-    monkeypatch.setattr(device, "capability", lambda _: capability)
-    assert device.tma_refusal(value()) == reason
+    monkeypatch.setattr(facts, "capability", lambda _: capability)
+    assert facts.tma_refusal(value()) == reason
 
 
-def test_what_the_accelerator_takes(device, monkeypatch):
-    monkeypatch.setattr(device, "capability", lambda _: (9, 0))
-    assert device.tma_refusal(torch.zeros(3, 16, 20)) is None
-    assert device.tma_refusal(torch.zeros(16, 16).T, inner=0) is None
-    assert device.tma_refusal(torch.zeros(16, 24, dtype=torch.float16)[:, 8:]) is None
+@interpreted
+def test_what_the_accelerator_takes(facts, monkeypatch):
+    monkeypatch.setattr(facts, "capability", lambda _: (9, 0))
+    assert facts.tma_refusal(torch.zeros(3, 16, 20)) is None
+    assert facts.tma_refusal(torch.zeros(16, 16).T, inner=0) is None
+    assert facts.tma_refusal(torch.zeros(16, 24, dtype=torch.float16)[:, 8:]) is None
 
 
+@runs
 @pytest.mark.parametrize("flags", [FULL, Flags(bias=True)], ids=str)
-def test_int64_offsets(flags, device, monkeypatch):
+def test_int64_offsets(flags, facts, monkeypatch, device):
     """Offsets of 64 bits give the same bits."""
-    problem = make(torch.float32, "cpu", flags=flags)
+    problem = make(torch.float32, device, flags=flags)
     expected = problem.run("triton")
-    monkeypatch.setattr(device, "INT32_MAX", 0)
+    monkeypatch.setattr(facts, "INT32_MAX", 0)
     with launches() as found:
         actual = problem.run("triton")
     assert {str(k["OFFSET"]) for _, k in found if "OFFSET" in k} == {"int64"}
@@ -176,12 +187,13 @@ def test_int64_offsets(flags, device, monkeypatch):
         assert_same(value, expected[name], name=name)
 
 
+@runs
 @pytest.mark.parametrize("on_hopper", [False, True])
 @pytest.mark.parametrize("layout", STRIDES)
-def test_every_memory_layout(layout, on_hopper, request):
+def test_every_memory_layout(layout, on_hopper, request, device):
     if on_hopper:
         request.getfixturevalue("hopper")
-    problem = make(torch.float32, "cpu", routing(9, 4, 2, "even"), flags=FULL, **ALIGNED)
+    problem = make(torch.float32, device, routing(9, 4, 2, "even"), flags=FULL, **ALIGNED)
     for name in ("x", "weight", "grad", "scale"):
         solve(
             "triton",
@@ -190,10 +202,11 @@ def test_every_memory_layout(layout, on_hopper, request):
         )
 
 
-def test_holes_among_an_experts_rows():
+@runs
+def test_holes_among_an_experts_rows(device):
     """A row without a slot in the middle, as a sort made elsewhere may leave it, is zero and nobody's gradient."""
     flags = Flags(gather=True, bias=True, scale=True, activation="swiglu")
-    problem = make(torch.float32, "cpu", routing(6, 4, 2, "even"), flags=flags)
+    problem = make(torch.float32, device, routing(6, 4, 2, "even"), flags=flags)
     row_to_slot = problem.layout.row_to_slot.clone()
     hole, slot = 4, int(row_to_slot[4])
     row_to_slot[hole] = -1
@@ -214,8 +227,9 @@ def test_holes_among_an_experts_rows():
         )
 
 
-def test_tf32_only_where_it_is_allowed():
-    problem = make(torch.float32, "cpu", flags=Flags())
+@runs
+def test_tf32_only_where_it_is_allowed(device):
+    problem = make(torch.float32, device, flags=Flags())
     before = torch.backends.cuda.matmul.allow_tf32
     found = {}
     try:
@@ -229,6 +243,7 @@ def test_tf32_only_where_it_is_allowed():
     assert found == {False: {"ieee"}, True: {"tf32"}}
 
 
+@runs
 @pytest.mark.parametrize("kind", [tiles.FORWARD, tiles.GATED, tiles.INTERLEAVED, tiles.WEIGHT_GRADIENT])
 def test_any_tiles_give_the_same_result(kind):
     """Flattened loops, narrow and wide tiles, groups of one."""
@@ -259,6 +274,7 @@ def test_any_tiles_give_the_same_result(kind):
     assert results[0].any()
 
 
-def test_fp64_is_refused():
+@runs
+def test_fp64_is_refused(device):
     with pytest.raises(UnsupportedError, match="triton: it accumulates in fp32, too coarse for float64"):
-        make(torch.float64, "cpu").call("triton")
+        make(torch.float64, device).call("triton")

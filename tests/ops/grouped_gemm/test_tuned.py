@@ -77,7 +77,7 @@ def launches(monkeypatch):
 
     def chosen(*arguments):
         config = original(*arguments)
-        found.append((arguments[2].kind, config))
+        found.append((arguments[1].kind, config))
         return config
 
     monkeypatch.setattr(launch, "chosen", chosen)
@@ -199,15 +199,15 @@ def test_the_command_tunes_what_a_step_launches(tuning, op):
 @with_triton
 def test_keys_of_many_token_counts_are_few():
     from anabranch.epilogues import resolve
-    from anabranch.ops.grouped_gemm.backends.triton import kernels, tuned
+    from anabranch.ops.grouped_gemm.backends.triton import kernels, launch
 
     keys = set()
     for tokens in range(1, 8192, 41):
         layout = anabranch.ExpertLayout.from_counts(torch.zeros(8, dtype=torch.int32), tokens * 2)
         out = torch.empty(tokens * 2, 32)
-        product = tuned.Gemm(
-            torch.empty(tokens, 16), layout, kernels.TOKEN, torch.empty(8, 64, 16), out, None, None, None,
-            resolve("test", "swiglu"), False, kernels.ROW,
+        product = launch.product(
+            torch.empty(tokens, 16), torch.empty(8, 64, 16), layout, out, None, None, None,
+            resolve("test", "swiglu"), False, kernels.TOKEN, kernels.ROW,
         )  # fmt: skip
         keys.add(product.key())
     assert 1 < len(keys) <= 12

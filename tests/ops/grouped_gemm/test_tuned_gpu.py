@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import anabranch
-from anabranch.testing import assert_within_budget, randn, routing
+from anabranch.testing import assert_within_budget, in_any_order, randn, routing
 from anabranch.tuning import GroupedGemmConfig, lookup
 from anabranch.tuning.cache import Cache, folder
 from anabranch.tuning.key import place
@@ -47,7 +47,8 @@ def test_a_step_is_tuned_and_right(tuned, dtype, size):
     given = arguments(dtype, size)
     leaves = {name: given[name].detach().requires_grad_() for name in ("x", "weight")}
     out = anabranch.grouped_gemm(**{**given, **leaves})
-    out.backward(torch.ones_like(out))
+    # Large numbers times small ones: fp16 gradients that overflow cannot be checked, so nothing would be stored.
+    out.backward(torch.full_like(out, 1 / size))
     results = tuned()
     assert [text.split()[0] for text in results] == [
         "grouped_gemm.forward",
@@ -57,7 +58,8 @@ def test_a_step_is_tuned_and_right(tuned, dtype, size):
     assert all(entry["microseconds"] <= entry["heuristic_microseconds"] for entry in results.values())
     wide = {**given, "x": given["x"].double(), "weight": given["weight"].double(), "backend": "reference"}
     baseline = anabranch.grouped_gemm(**{**given, "backend": "eager"})
-    assert_within_budget(out.detach(), anabranch.grouped_gemm(**wide), baseline)
+    truth = anabranch.grouped_gemm(**wide)
+    assert_within_budget(out.detach(), truth, in_any_order(baseline, truth, H))
 
 
 def test_a_graph_is_captured_without_a_search(tuned):

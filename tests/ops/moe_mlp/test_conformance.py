@@ -11,10 +11,10 @@ from torch import Tensor
 from anabranch import moe_mlp
 from anabranch.epilogues import resolve
 from anabranch.ops.moe_mlp.cases import TESTS, Case
-from anabranch.testing import assert_same, assert_within_budget, randn, routing, strided, usable_backends
+from anabranch.testing import assert_same, assert_within_budget, randn, routing, strided
 
 NAMES = ("x", "gate_up", "down", "expert_weights", "gate_up_bias", "down_bias")
-BACKENDS = usable_backends("moe_mlp")
+pytestmark = pytest.mark.op("moe_mlp")
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -119,21 +119,19 @@ def close(name: str, actual: Tensor, truth: Tensor, plain: Tensor, case: Case) -
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("name", TESTS)
 def test_values_and_gradients(name: str, dtype: torch.dtype, backend: str) -> None:
     check(TESTS[name], dtype, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_scale(scale: float, dtype: torch.dtype, backend: str) -> None:
     check(TESTS["qwen"], dtype, backend, scale)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.fp64
 @pytest.mark.parametrize("name", [n for n in TESTS if n != "no_tokens"])
 def test_exact_in_fp64(name: str, backend: str) -> None:
     case = TESTS[name]
@@ -149,6 +147,7 @@ def test_exact_in_fp64(name: str, backend: str) -> None:
         )
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", ["odd", "gpt_oss", "duplicates", "llama4"])
 def test_gradcheck(name: str) -> None:
     case = Case(**{**TESTS[name].__dict__, "tokens": 4, "hidden": 4, "intermediate": 3})
@@ -187,6 +186,7 @@ def _count_calls(run: object, name: str) -> int:
     return sum(event.count for event in profile.key_averages() if event.key == name)
 
 
+@pytest.mark.cpu
 def test_frozen_experts_pay_for_no_weight_gradient() -> None:
     case = Case(16, 8, 4, 4, 2, routing="even")
     inputs, ids = make(case, torch.float32)
@@ -200,7 +200,7 @@ def test_frozen_experts_pay_for_no_weight_gradient() -> None:
     assert products(frozen=False) - products(frozen=True) == 2 * case.experts
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.fp64
 @pytest.mark.parametrize(
     "layout", ["transposed", "offset", "padded", "every_second", "expanded", "expanded_columns"]
 )
@@ -234,7 +234,7 @@ def test_any_strides(which: str, layout: str, backend: str) -> None:
     [lambda y: y.sum(), lambda y: y.mean(), lambda y: y.transpose(0, 1).contiguous().sum()],
     ids=["sum", "mean", "transposed"],
 )
-def test_stride_zero_gradients(reduce: object) -> None:
+def test_stride_zero_gradients(reduce: object, device: str) -> None:
     inputs, ids = make(TESTS["qwen"], torch.float32)
     reduce(moe_mlp(**inputs, expert_ids=ids)).backward()
     found = [inputs[k].grad for k in NAMES[:4]]
@@ -243,7 +243,10 @@ def test_stride_zero_gradients(reduce: object) -> None:
     (grad,) = torch.autograd.grad(reduce(leaf := out.detach().requires_grad_()), leaf)
     out.backward(grad.contiguous())
     for k, v in zip(NAMES, found, strict=False):
-        assert_same(v, other[k].grad, name=k)
+        if device == "cpu":
+            assert_same(v, other[k].grad, name=k)
+        else:  # other strides, other loads, other tiles: another order of the sums
+            torch.testing.assert_close(v, other[k].grad, rtol=1e-4, atol=1e-5)
 
 
 def test_two_backwards_through_one_graph_agree() -> None:

@@ -17,10 +17,9 @@ from anabranch.testing import (
     guard_band,
     randn,
     strided,
-    usable_backends,
 )
 
-BACKENDS = usable_backends("multi_gemm")
+pytestmark = pytest.mark.op("multi_gemm")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TRANSPOSES = list(itertools.product([False, True], repeat=2))
 
@@ -76,7 +75,6 @@ def run(xs, weights, grads, **options) -> tuple[list[Tensor], list[Tensor], list
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_multi_gemm(backend, name, dtype):
     sizes = CASES[name]
     for flags in TRANSPOSES:
@@ -87,7 +85,6 @@ def test_multi_gemm(backend, name, dtype):
 
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_scaled_inputs(backend, dtype, scale):
     sizes = CASES["odd"]
     xs, weights, grads = make(sizes, dtype)
@@ -97,7 +94,6 @@ def test_scaled_inputs(backend, dtype, scale):
 
 @pytest.mark.parametrize("flags", TRANSPOSES, ids=["plain", "transpose_weight", "transpose_x", "both"])
 @pytest.mark.parametrize("sizes", [(0, 9), (9, 0), (0, 0), (1, 1), (127, 1)], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_dual_gemm(backend, sizes, flags):
     """Two experts of 96 and 40 columns; the weight of one without rows has a gradient of zeros, not None."""
     sizes = [(m, n, 64) for m, n in zip(sizes, (96, 40), strict=True)]
@@ -112,7 +108,6 @@ def test_dual_gemm(backend, sizes, flags):
         assert (weight.grad.count_nonzero() == 0) == (m == 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_full_fp32(backend):
     """1 + 2**-12 survives a product in fp32; with fewer bits the sum would be 64."""
     (y,) = multi_gemm([torch.full((2, 64), 1 + 2**-12)], [torch.ones(3, 64)], backend=backend)
@@ -122,7 +117,6 @@ def test_full_fp32(backend):
 @pytest.mark.parametrize("flags", TRANSPOSES, ids=["plain", "transpose_weight", "transpose_x", "both"])
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_any_strides(backend, dtype, strides, flags):
     """Inputs, weights and incoming gradients in turn."""
     sizes = [(4, 6, 5), (3, 2, 7)]
@@ -134,7 +128,6 @@ def test_any_strides(backend, dtype, strides, flags):
         check(sizes, *given, found, *flags)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_square_layouts_are_not_guessed(backend):
     """Where every size is the same, only the flag says how a weight is stored."""
     x, w = randn(8, 8), torch.arange(8.0)[:, None] - 2 * torch.arange(8.0)
@@ -146,8 +139,8 @@ def test_square_layouts_are_not_guessed(backend):
     assert not torch.allclose(plain, transposed)
 
 
+@pytest.mark.fp64
 @pytest.mark.parametrize("flags", TRANSPOSES, ids=["plain", "transpose_weight", "transpose_x", "both"])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_any_order(backend, flags):
     xs, weights, _ = make([(2, 3, 4), (0, 2, 1), (3, 1, 2)], torch.float64, *flags)
     leaves = [v.requires_grad_() for v in (*xs, *weights)]
@@ -165,7 +158,6 @@ def test_gradients_of_any_order(backend, flags):
 @pytest.mark.parametrize("columns", [0, 42])
 @pytest.mark.parametrize("flags", TRANSPOSES, ids=["plain", "transpose_weight", "transpose_x", "both"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_out(backend, dtype, flags, columns):
     """Every result lands in the tensor given, which is returned, and nowhere else."""
     sizes = [(5, 47, 8), (0, 3, 2), (3, 1, 9), (2, 6, 0)]
@@ -181,7 +173,6 @@ def test_out(backend, dtype, flags, columns):
 
 
 @pytest.mark.parametrize("strides", ["transposed", "every_second", "padded", "offset"])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_out_of_any_strides(backend, strides):
     sizes = [(4, 6, 5), (3, 2, 7)]
     xs, weights, grads = make(sizes, torch.float32)
@@ -190,7 +181,6 @@ def test_out_of_any_strides(backend, strides):
     check(sizes, xs, weights, grads, [out], False, False)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_out_side_by_side(backend):
     """Columns of one buffer interleave in memory without overlapping."""
     sizes = [(4, 6, 5), (3, 2, 5)]
@@ -204,7 +194,6 @@ def test_out_side_by_side(backend):
     assert buffer[0, 8:].eq(123).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_out_that_overlaps(backend):
     buffer = torch.zeros(200)
     x0, x1 = buffer[:20].view(4, 5), buffer[20:35].view(3, 5)

@@ -14,6 +14,7 @@ from anabranch.ops.multi_gemm import autograd
 from anabranch.ops.multi_gemm.api import dual_gemm, multi_gemm
 from anabranch.testing import assert_same, randn
 
+pytestmark = pytest.mark.op("multi_gemm")
 X_SHAPES, W_SHAPES, Y_SHAPES = ((4, 5), (3, 7)), ((6, 5), (2, 7)), ((4, 6), (3, 2))
 
 
@@ -50,8 +51,9 @@ def test_only_needed_gradients(needs):
     assert {y.requires_grad for y in ys} == {any(needs)}
     if not any(needs):
         return
+    grads = [torch.ones(s) for s in Y_SHAPES]
     with Operators() as seen:
-        torch.autograd.backward(ys, [torch.ones(s) for s in Y_SHAPES])
+        torch.autograd.backward(ys, grads)
     order = [0, 2, 1, 3]  # by expert
     assert seen.results == [[tuple(values[i].shape) for i in order if needs[i]]]
     # Accumulating into a leaf detaches or clones; no other memory is made.
@@ -105,6 +107,7 @@ def test_opcheck(flags):
     torch.library.opcheck(autograd.multi_gemm_out, (out, "multi_gemm", xs, weights, *flags, None))
 
 
+@pytest.mark.cpu
 def test_compiled():
     """One graph for every number of rows but 0 and 1, which PyTorch always specialises."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -127,6 +130,7 @@ def test_compiled():
             assert counter.frame_count == 1
 
 
+@pytest.mark.cpu
 def test_compiled_out():
     def function(x0, x1, w0, w1, out0, out1):
         dual_gemm(x0, x1, w0, w1, out=(out0, out1))
@@ -140,6 +144,7 @@ def test_compiled_out():
     assert_same(result, out[0] + 1)
 
 
+@pytest.mark.cpu
 def test_fake_tensors():
     with FakeTensorMode():
         values = [torch.empty(s, dtype=torch.bfloat16, requires_grad=True) for s in (*X_SHAPES, *W_SHAPES)]
@@ -153,12 +158,12 @@ def test_fake_tensors():
     assert all(v.grad.shape == v.shape for v in values)
 
 
-def test_autocast():
+def test_autocast(device):
     """As torch.matmul: operands are cast, the result has the cast dtype, and each leaf's gradient its own."""
     dtypes = (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32)
     values = [v.detach().to(d).requires_grad_() for v, d in zip(leaves(), dtypes, strict=True)]
     grads = [randn(*s, dtype=torch.bfloat16) for s in Y_SHAPES]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         ys = dual_gemm(*values)
         assert {y.dtype for y in ys} == {torch.matmul(values[0], values[2].T).dtype}
     found = [*ys, *torch.autograd.grad(ys, values, grads)]
@@ -169,7 +174,7 @@ def test_autocast():
         assert_same(actual, wanted)
 
 
-def test_autocast_leaves_fp64():
+def test_autocast_leaves_fp64(device):
     values = leaves(dtype=torch.float64)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         assert dual_gemm(*values)[0].dtype == torch.float64

@@ -1,4 +1,4 @@
-"""The Triton backend of multi_gemm: interpreted against fp64, and compiled ahead of time for GPUs."""
+"""The Triton backend of multi_gemm: interpreted or on a GPU, against fp64, and compiled ahead of time for GPUs."""
 
 import itertools
 import os
@@ -15,14 +15,15 @@ from anabranch.ops.multi_gemm.config import COPIED, ELEMENTWISE, TMA, MultiGemmC
 from anabranch.testing import STRIDES, assert_component_wise, guard_band, randn, strided
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETS, reason="needs TRITON_INTERPRET=1")
+runs = pytest.mark.op("multi_gemm", "triton")
 compiled = pytest.mark.skipif(INTERPRETS, reason="the interpreter has taken the compiler's place")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
 
 FLAGS = list(itertools.product([False, True], repeat=2))
-DTYPES = [torch.float32, torch.float16]  # the interpreter cannot multiply bf16
+# the interpreter cannot multiply bf16
+DTYPES = [torch.float32, torch.float16, *[torch.bfloat16] * (torch.cuda.is_available() and not INTERPRETS)]
 # (m, n, k) of each expert
 CASES = {
     "different": [(5, 3, 4), (7, 6, 2), (1, 9, 8)],
@@ -63,7 +64,7 @@ def products(x, w, g, transpose_x, transpose_weight):
     return y, d_x.T if transpose_x else d_x, d_w.T if transpose_weight else d_w
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("flags", FLAGS, ids=["plain", "transpose_weight", "transpose_x", "both"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -71,7 +72,7 @@ def test_values_and_gradients(name, dtype, flags):
     check(*make(CASES[name], dtype, *flags), *flags)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("strides", STRIDES)
 def test_any_strides(strides):
     """Inputs, weights and incoming gradients in turn."""
@@ -82,7 +83,7 @@ def test_any_strides(strides):
         check(*given)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("columns", [0, 42])
 def test_writes_every_element_of_out_and_no_other(columns):
     sizes = [(5, 47, 8), (0, 3, 2), (3, 1, 9), (2, 6, 0)]
@@ -95,7 +96,7 @@ def test_writes_every_element_of_out_and_no_other(columns):
         untouched()
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("programs", [1, 3, 100])
 def test_tiles_meet_every_program_and_product(programs, monkeypatch):
     """As many programs as tiles, fewer, or one: every tile of every product is somebody's."""
@@ -107,7 +108,7 @@ def test_tiles_meet_every_program_and_product(programs, monkeypatch):
     check(xs, weights, grads)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("flatten", [False, True])
 def test_any_configuration(flatten):
     from anabranch.ops.multi_gemm.backends.triton import launch
@@ -118,13 +119,13 @@ def test_any_configuration(flatten):
     torch.testing.assert_close(y, x @ w.T)
 
 
-@interpreted
+@runs
 def test_full_fp32():
     (y,) = multi_gemm([torch.full((2, 64), 1 + 2**-12)], [torch.ones(3, 64)], backend="triton")
     assert torch.equal(y, torch.full((2, 3), 64.015625))
 
 
-@interpreted
+@runs
 def test_fp64_is_refused():
     with pytest.raises(UnsupportedError, match="triton: it accumulates in fp32, too coarse for float64"):
         multi_gemm([randn(2, 2, dtype=torch.float64)], [randn(2, 2, dtype=torch.float64)], backend="triton")
@@ -145,8 +146,28 @@ def choose(name, dtype=torch.bfloat16, limit=232_448, **how):
 def test_tiles_follow_the_sizes():
     blocks = {name: (choose(name).block_m, choose(name).block_n) for name in DUAL}
     assert blocks["training"] == blocks["uneven"] == (128, 256)
-    assert blocks["small"] == (128, 128)  # the wide ones would leave half of the device idle
+    assert choose("training").flatten
+    assert blocks["small"] == (64, 256)  # the largest would leave half of the device idle
     assert blocks["decode"][0] == 16
+    assert not any(choose(name).flatten for name in ("small", "decode"))
+
+
+def test_the_deepest_tile_is_not_waited_for():
+    """Gradients of x and the weight in one launch: long reductions beside short ones."""
+    for name, block in (("small", (64, 128)), ("decode", (128, 128))):
+        sizes = [s for m, n, k in DUAL[name] for s in ((m, k, n), (n, k, m))]
+        config = tiles.heuristic(sizes, torch.bfloat16, 232_448, 132)
+        assert (config.block_m, config.block_n) == block
+
+
+def test_when_the_last_program_is_through():
+    """Two products of 3 and 2 tiles for 2 programs: the first takes 3 of them, one long."""
+    config = MultiGemmConfig(16, 16, 16, 4, 2)
+    choices = tiles.Table({config: 0.5}, 1000.0)
+    sizes = [(48, 16, 16), (16, 32, 160)]
+    short, long = 16**3 / 0.5 + 1000, 160 * 16**2 / 0.5 + 1000
+    assert tiles.duration(config, choices, sizes, 2) == 2 * short + long
+    assert tiles.duration(config, choices, sizes, 100) == long
 
 
 @pytest.mark.parametrize("name", DUAL)

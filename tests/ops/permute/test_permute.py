@@ -17,10 +17,9 @@ from anabranch.testing import (
     randn,
     routing,
     strided,
-    usable_backends,
 )
 
-BACKENDS = usable_backends("permute")
+pytestmark = pytest.mark.op("permute")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -94,7 +93,6 @@ def make(case: Case, dtype: torch.dtype, weights_dtype: torch.dtype | None = Non
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_permute(backend, name, dtype):
     case = CASES[name]
     ids, x, _, _, _, grad = make(case, dtype)
@@ -110,7 +108,6 @@ def test_permute(backend, name, dtype):
 @pytest.mark.parametrize("weighted", [True, False], ids=["weights", "unit"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_unpermute(backend, name, dtype, weighted):
     case = CASES[name]
     ids, _, y, weights, grad, _ = make(case, dtype, torch.promote_types(dtype, torch.float32))
@@ -129,7 +126,6 @@ def test_unpermute(backend, name, dtype, weighted):
 
 @pytest.mark.parametrize("weights_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_keep_their_dtype(backend, dtype, weights_dtype):
     """fp32 weights are not rounded to y's dtype: 1 + 2**-20 times 3 is not 3 before the last rounding."""
     layout = ExpertLayout.from_topk(torch.tensor([[0, 1]]), 2)
@@ -145,7 +141,6 @@ def test_weights_keep_their_dtype(backend, dtype, weights_dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("values", [[256, 1, 1, 1, 1, 1, 1, 0], [1, 2**-9, -1]], ids=["many", "cancelling"])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_sums_are_rounded_once(backend, values, dtype):
     """A running sum in bf16 would lose every 1 after 256, and 2**-9 beside 1."""
     K = len(values)
@@ -157,7 +152,6 @@ def test_sums_are_rounded_once(backend, values, dtype):
     assert x.grad.item() == sum(values)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_dropped_ids_by_hand(backend):
     """Ids of -1 have no row; what they would weigh and what rows without a slot hold does not matter."""
     ids = torch.tensor([[0, -1], [-1, -1], [2, 1], [-1, 2], [1, 0], [3, -1]])
@@ -179,8 +173,7 @@ def test_dropped_ids_by_hand(backend):
 
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("columns", [1, 6])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_any_strides(backend, columns, strides):
+def test_any_strides(backend, device, columns, strides):
     """Every input and every incoming gradient in turn, against the same numbers in one piece."""
     case = Case(6, 2, 4, columns, dropped=0.2)
     ids, *values = make(case, torch.float32)
@@ -199,10 +192,13 @@ def test_any_strides(backend, columns, strides):
         given[place] = strided(values[place], strides)
         expected = run(*given[:place], given[place].contiguous(), *given[place + 1 :])
         for actual, wanted in zip(run(*given), expected, strict=True):
-            assert_same(actual, wanted)
+            if device == "cpu":
+                assert_same(actual, wanted)
+            else:  # a sum over columns may go in another order where they lie otherwise
+                torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.fp64
 def test_gradients_of_any_order(backend):
     ids = torch.tensor([[0, 2, 2], [-1, 1, 0], [3, -1, 4], [-1, -1, -1]])
     layout = ExpertLayout.from_topk(ids, 4)
@@ -220,7 +216,6 @@ def test_gradients_of_any_order(backend):
         assert torch.autograd.gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_slices_do_not_show(backend, monkeypatch):
     """However the eager backend cuts tokens and rows, the result is the same to the bit."""
     from anabranch.ops.permute.backends import eager

@@ -8,9 +8,9 @@ import torch
 from anabranch.errors import ArgumentError
 from anabranch.layout import ExpertLayout
 from anabranch.ops.permute.api import permute, unpermute
-from anabranch.testing import randn, usable_backends
+from anabranch.testing import randn
 
-BACKENDS = usable_backends("permute")
+pytestmark = pytest.mark.op("permute")
 
 
 def adjoint(layout: ExpertLayout, backend: str) -> None:
@@ -25,8 +25,8 @@ def adjoint(layout: ExpertLayout, backend: str) -> None:
         assert torch.autograd.gradcheck(lambda v, f=function: f(v, layout, backend=backend), value)
 
 
+@pytest.mark.fp64
 @pytest.mark.parametrize("num_rows", [0, 1, 11, 12, 20, 25])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_of_a_capacity(backend, num_rows):
     """20 slots in expert order with room for some: rows from num_rows on are dropped, spare rows are zero."""
     slot_to_row = torch.randperm(20).view(10, 2)
@@ -42,9 +42,9 @@ def test_rows_of_a_capacity(backend, num_rows):
     adjoint(layout, backend)
 
 
+@pytest.mark.fp64
 @pytest.mark.parametrize("num_rows", [0, 5])
 @pytest.mark.parametrize("shape", [(0, 2), (0, 0), (3, 0)])
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_slots(backend, shape, num_rows):
     layout = ExpertLayout.from_slot_to_row(torch.zeros(shape, dtype=torch.int32), num_rows)
     adjoint(layout, backend)
@@ -53,7 +53,7 @@ def test_no_slots(backend, shape, num_rows):
     assert torch.equal(out, torch.zeros(shape[0], 2))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.fp64
 def test_every_constructor(backend):
     ids = torch.tensor([[1, 0], [2, -1], [1, 1]])
     sort = ExpertLayout.from_topk(ids, 3)
@@ -68,7 +68,7 @@ def test_every_constructor(backend):
         adjoint(layout, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.fp64
 @pytest.mark.parametrize(
     "layout",
     [

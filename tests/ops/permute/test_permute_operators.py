@@ -15,6 +15,7 @@ from anabranch.ops.permute import autograd
 from anabranch.ops.permute.api import permute, unpermute
 from anabranch.testing import assert_same, randn
 
+pytestmark = pytest.mark.op("permute")
 IDS = torch.tensor([[0, -1], [2, 1], [1, 1], [9, 0], [3, 2]])
 T, K, R, H = 5, 2, 10, 3
 
@@ -130,6 +131,7 @@ def round_trip(x, expert_ids, weights):
     return unpermute(permute(x, layout).sin(), layout, weights)
 
 
+@pytest.mark.cpu
 def test_compiled():
     """One graph for every number of tokens but 0 and 1, which PyTorch always specialises."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -149,6 +151,7 @@ def test_compiled():
     assert counter.frame_count <= 3
 
 
+@pytest.mark.cpu
 def test_compiled_with_a_layout_as_argument():
     function = torch.compile(
         lambda y, layout, w: unpermute(y, layout, w), fullgraph=True, backend="aot_eager"
@@ -158,6 +161,7 @@ def test_compiled_with_a_layout_as_argument():
     assert_same(function(y, layout, weights), unpermute(y, layout, weights))
 
 
+@pytest.mark.cpu
 def test_fake_tensors():
     with FakeTensorMode():
         layout = ExpertLayout.from_topk(torch.empty(T, K, dtype=torch.int64), 4)
@@ -172,13 +176,13 @@ def test_fake_tensors():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast_casts_nothing(dtype):
+def test_autocast_casts_nothing(dtype, device):
     layout = ExpertLayout.from_topk(IDS, 4)
     y, weights = inputs(dtype, torch.float32)
     x = randn(T, H, dtype=dtype).requires_grad_()
     results = []
     for enabled in (False, True):
-        with torch.autocast("cpu", torch.float16, enabled=enabled):
+        with torch.autocast(device, torch.float16, enabled=enabled):
             outs = permute(x, layout), unpermute(y, layout, weights)
             results.append([*outs, *torch.autograd.grad(outs, (x, y, weights), (y.detach(), x.detach()))])
     for actual, expected in zip(*reversed(results), strict=True):

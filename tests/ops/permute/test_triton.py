@@ -21,18 +21,14 @@ from anabranch.testing import (
     randn,
     routing,
     strided,
-    usable_backends,
 )
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter truncates where it makes bf16.
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+BF16 = torch.cuda.is_available() and not INTERPRETED
+DTYPES = (torch.float32, torch.float16, *[torch.bfloat16] * BF16)
 
-runs = pytest.mark.skipif(
-    "triton" not in usable_backends("permute", DEVICE),
-    reason="needs a GPU, or TRITON_INTERPRET=1 with Triton",
-)
+runs = pytest.mark.op("permute", "triton")
 # NumPy, which interprets, warns of NaN where a GPU does not, and of how the interpreter reads a scalar.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
@@ -41,7 +37,7 @@ pytestmark = [
 
 
 def sort(tokens, experts, top_k, **kwargs):
-    return ExpertLayout.from_topk(routing(tokens, experts, top_k, device=DEVICE, **kwargs), experts)
+    return ExpertLayout.from_topk(routing(tokens, experts, top_k, **kwargs), experts)
 
 
 LAYOUTS = {
@@ -53,9 +49,9 @@ LAYOUTS = {
     "top 35, dropped": lambda: sort(3, 64, 35, dropped=0.2),
     "all dropped": lambda: sort(40, 3, 2, dropped=1.0),
     "no tokens": lambda: sort(0, 4, 2),
-    "spare rows": lambda: ExpertLayout.from_slot_to_row(torch.randperm(20, device=DEVICE).view(10, 2), 97),
-    "too few rows": lambda: ExpertLayout.from_slot_to_row(torch.randperm(20, device=DEVICE).view(10, 2), 11),
-    "counts": lambda: ExpertLayout.from_counts(torch.tensor([2, 0, 3], device=DEVICE), 7),
+    "spare rows": lambda: ExpertLayout.from_slot_to_row(torch.randperm(20).view(10, 2), 97),
+    "too few rows": lambda: ExpertLayout.from_slot_to_row(torch.randperm(20).view(10, 2), 11),
+    "counts": lambda: ExpertLayout.from_counts(torch.tensor([2, 0, 3]), 7),
 }  # fmt: skip
 
 
@@ -78,7 +74,7 @@ def both(layout, x, y, weights, d_rows, d_tokens, backend):
 def inputs(layout, columns, dtype, weights_dtype=torch.float32):
     T, K, R = layout.num_tokens, layout.top_k, layout.num_rows
     sizes = ((T, columns), (R, columns), (T, K), (R, columns), (T, columns))
-    x, y, weights, d_rows, d_tokens = (randn(*size, dtype=dtype, device=DEVICE) for size in sizes)
+    x, y, weights, d_rows, d_tokens = (randn(*size, dtype=dtype) for size in sizes)
     return x, y, weights.to(weights_dtype), d_rows, d_tokens
 
 
@@ -106,7 +102,7 @@ def test_against_the_reference(name, dtype):
 
 @runs
 def test_no_experts_a_token():
-    layout = ExpertLayout.from_slot_to_row(torch.zeros(3, 0, dtype=torch.int32, device=DEVICE), 5)
+    layout = ExpertLayout.from_slot_to_row(torch.zeros(3, 0, dtype=torch.int32), 5)
     for value in both(layout, *inputs(layout, 4, torch.float32), "triton"):
         assert torch.equal(value, torch.zeros_like(value))
 
@@ -164,7 +160,7 @@ def test_what_has_no_partner_is_not_read():
 @pytest.mark.parametrize("value", [torch.nan, -0.0])
 def test_copies_are_exact(value):
     layout = sort(3, 4, 2)
-    x = torch.full((3, 4), value, device=DEVICE).view(torch.int32).add(0).view(torch.float32)
+    x = torch.full((3, 4), value).view(torch.int32).add(0).view(torch.float32)
     if value != value:
         x.view(torch.int32).add_(0x1234)
     rows = permute(x, layout, backend="triton")
@@ -187,17 +183,17 @@ def test_maps_that_do_not_fit(row_to_slot, slot_to_row):
     from anabranch.ops.permute.backends import triton as backend
     from anabranch.ops.permute.call import PermuteCall
 
-    maps = (torch.tensor(m, dtype=torch.int32, device=DEVICE) for m in (row_to_slot, slot_to_row))
+    maps = (torch.tensor(m, dtype=torch.int32) for m in (row_to_slot, slot_to_row))
     layout = ExpertLayout(None, None, *maps)
-    out, unchanged = guard_band((2, 5), torch.float32, DEVICE)
-    x = torch.tensor([[1.0], [2.0]], device=DEVICE).expand(2, 5)
+    out, unchanged = guard_band((2, 5), torch.float32)
+    x = torch.tensor([[1.0], [2.0]]).expand(2, 5)
     backend.permute(PermuteCall(x, layout), out)
     unchanged()
     expected = torch.zeros(2)
     for row, slot in enumerate(row_to_slot):
         if 0 <= slot < 2 and slot_to_row[slot][0] == row:
             expected[row] = slot + 1
-    assert torch.equal(out.cpu(), expected[:, None].expand(2, 5))
+    assert torch.equal(out, expected[:, None].expand(2, 5))
     for tensor in both(layout, *inputs(layout, 5, torch.float32), "triton"):
         assert tensor.isfinite().all()
 
@@ -215,6 +211,7 @@ def test_tiles_do_not_show(monkeypatch):
     monkeypatch.setattr(backend, "ROWS", 4)
     monkeypatch.setattr(backend, "TILE_BYTES", 512)
     monkeypatch.setattr(combine, "UNROLL", 2)
+    monkeypatch.setattr(combine, "_prepare", combine._prepare.__wrapped__)
     found = both(layout, *values, "triton")
     for i in keep:
         assert_same(found[i], expected[i])
@@ -225,7 +222,7 @@ def test_tiles_do_not_show(monkeypatch):
 def test_fp64_is_refused():
     layout = sort(1, 1, 1)
     with pytest.raises(UnsupportedError, match="triton: it accumulates in fp32, too coarse for float64"):
-        permute(torch.zeros(1, 1, dtype=torch.float64, device=DEVICE), layout, backend="triton")
+        permute(torch.zeros(1, 1, dtype=torch.float64), layout, backend="triton")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="compiles, which an interpreting Triton cannot")

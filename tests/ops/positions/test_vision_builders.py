@@ -104,7 +104,7 @@ def test_no_grids(empty: list | torch.Tensor) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_on_a_gpu() -> None:
     """The same values there, without a wait for the device where the grids are lists."""
     grids = [[1, 8, 12], [2, 10, 6]]

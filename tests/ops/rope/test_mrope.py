@@ -5,12 +5,10 @@ import torch
 
 from anabranch.ops.rope.api import mrope, rope
 from anabranch.ops.rope.cases import CASES
-from anabranch.testing import assert_same, assert_within_budget, randn, usable_backends
+from anabranch.testing import assert_same, assert_within_budget, randn
 
-BACKENDS = usable_backends("rope")
+pytestmark = pytest.mark.op("rope")
 ANGLES = (0.1, 0.2, 0.3)
-
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def written_out(sections, order):
@@ -55,6 +53,7 @@ def test_published_layouts(backend):
     assert written_out([24, 20, 20], "interleaved") == [0, 1, 2] * 20 + [0] * 4
 
 
+@pytest.mark.fp64
 @pytest.mark.parametrize("full_width", [True, False])
 @pytest.mark.parametrize(("sections", "order"), SECTIONS, ids=str)
 def test_each_pair_follows_its_row(backend, oracle, sections, order, full_width):
@@ -121,9 +120,9 @@ def test_packed(backend, order):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_models(backend, oracle, baseline, case):
+def test_models(backend, device, oracle, baseline, case):
     """Shapes and angles of real models, in bf16."""
-    arguments = case.arguments(2, 10)
+    arguments = case.arguments(2, 10, device=device)
     # A few heads are as good as all.
     q, k = (x[:, :2] for x in (arguments.pop("q"), arguments.pop("k")))
     function = mrope if case.sections else rope

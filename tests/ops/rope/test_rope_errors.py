@@ -128,7 +128,7 @@ MROPE_VALUES = [
      "sections: expected sizes that can be interleaved: section 1 ends at pair 4 of 4, got [1, 2, 1]"),
     ({"sections": [2, 0, 2], "order": "interleaved"},
      "sections: expected sizes that can be interleaved: section 2 ends at pair 5 of 4, got [2, 0, 2]"),
-    ({"order": "chunked"}, "order: expected 'blocked' or 'interleaved', got 'chunked'"),
+    ({"order": "chunked"}, "order: expected 'blocked' or 'interleaved' or 'channels', got 'chunked'"),
     (index(4, B, S), "positions: expected shape (3, B or 1, S), (B or 1, S) or (S,) with B = 2, S = 5 of q, "
      "got shape (4, 2, 5)"),
     (index(3, S), "positions: expected shape (3, B or 1, S), (B or 1, S) or (S,) with B = 2, S = 5 of q, "

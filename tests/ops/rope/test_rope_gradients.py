@@ -6,11 +6,9 @@ from torch.utils.checkpoint import checkpoint
 
 from anabranch.ops.rope import autograd
 from anabranch.ops.rope.api import mrope, rope
-from anabranch.testing import assert_same, randn, usable_backends
+from anabranch.testing import assert_same, randn
 
-BACKENDS = usable_backends("rope")
-
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.op("rope")
 
 
 def leaves(*heads, dtype=torch.float32, channels=8):
@@ -43,6 +41,7 @@ CALLS = {
 }
 
 
+@pytest.mark.fp64
 @pytest.mark.parametrize("name", CALLS)
 def test_first_and_second_derivatives(backend, name):
     q, k = leaves(2, 1, dtype=torch.float64)

@@ -5,13 +5,11 @@ import torch
 
 from anabranch.errors import ArgumentError
 from anabranch.ops.rope.api import mrope, rope
-from anabranch.testing import assert_same, guard_band, randn, strided, usable_backends
+from anabranch.testing import assert_same, guard_band, randn, strided
 
-BACKENDS = usable_backends("rope")
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = pytest.mark.op("rope")
 
 
-@every_backend
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "padded", "every_second"])
@@ -32,7 +30,6 @@ def test_same_bits(backend, pairing, dtype, layout):
         assert_same(x, y)
 
 
-@every_backend
 def test_q_alone_and_rows(backend):
     cos, sin = randn(3, 2, 5, 8), randn(3, 2, 5, 8)
     q = randn(2, 5, 3, 8)
@@ -44,7 +41,6 @@ def test_q_alone_and_rows(backend):
     assert_same(q, expected)
 
 
-@every_backend
 def test_positions_outside_stay(backend):
     q = randn(2, 3, 4, 8)
     cos, sin = randn(3, 8), randn(3, 8)
@@ -56,7 +52,6 @@ def test_positions_outside_stay(backend):
     assert_same(q[0, :, 1], kept[0, :, 1])
 
 
-@every_backend
 def test_guard_bands(backend):
     buffer, check = guard_band((6, 32), torch.float32, columns=8)
     buffer.copy_(randn(6, 32))
@@ -68,7 +63,6 @@ def test_guard_bands(backend):
     assert_same(q, expected)
 
 
-@every_backend
 def test_views_of_one_projection(backend):
     qkv = randn(2, 5, 6, 8)
     cos, sin = randn(2, 5, 8), randn(2, 5, 8)
@@ -78,7 +72,6 @@ def test_views_of_one_projection(backend):
     assert_same(qkv, torch.cat((*expected, v), 2))
 
 
-@every_backend
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_refuses_expanded(backend, name):
     x = {"q": randn(2, 3, 5, 8), "k": randn(2, 3, 5, 8)}
@@ -89,7 +82,6 @@ def test_refuses_expanded(backend, name):
     assert_same(x[name], kept)
 
 
-@every_backend
 def test_refuses_shared_memory(backend):
     x = randn(2, 5, 4, 8)
     cos, sin = randn(2, 5, 8), randn(2, 5, 8)
@@ -101,7 +93,6 @@ def test_refuses_shared_memory(backend):
         rope(x[:, :, :2], None, cos, x[:, :, 1], head_axis=2, inplace=True, backend=backend)
 
 
-@every_backend
 def test_refuses_gradients(backend):
     q, cos = randn(2, 3, 5, 8).requires_grad_(), randn(5, 8)
     message = "rope: inplace: expected no tensor that requires grad"

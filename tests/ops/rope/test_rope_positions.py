@@ -5,13 +5,11 @@ import torch
 
 from anabranch.errors import ArgumentError
 from anabranch.ops.rope.api import mrope, rope
-from anabranch.testing import assert_same, randn, usable_backends
+from anabranch.testing import assert_same, randn
 
-BACKENDS = usable_backends("rope")
+pytestmark = pytest.mark.op("rope")
 RESTARTING = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4], [4, 3, 2, 1, 0]])
 EVERYWHERE_ELSE = (-1, 6, 7, 2**31 - 1, -(2**31))
-
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def tables(width=8, rows=6):

@@ -16,16 +16,14 @@ from anabranch.ops.rope import reference
 from anabranch.ops.rope.api import mrope, rope
 from anabranch.ops.rope.call import bind_mrope, bind_rope
 from anabranch.ops.rope.cases import CASES
-from anabranch.testing import assert_same, assert_within_budget, guard_band, randn, strided, usable_backends
+from anabranch.testing import assert_same, assert_within_budget, guard_band, randn, strided
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter truncates where it makes bf16.
-DTYPES = (torch.float32, torch.float16) if INTERPRETED else (torch.float32, torch.float16, torch.bfloat16)
+BF16 = torch.cuda.is_available() and not INTERPRETED
+DTYPES = (torch.float32, torch.float16, *[torch.bfloat16] * BF16)
 
-runs = pytest.mark.skipif(
-    "triton" not in usable_backends("rope", DEVICE), reason="needs a GPU, or TRITON_INTERPRET=1 with Triton"
-)
+runs = pytest.mark.op("rope", "triton")
 # NumPy, which interprets, warns of NaN where a GPU does not, and of how the interpreter reads a scalar.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
@@ -36,10 +34,10 @@ pytestmark = [
 def arguments(q, k, table, *, positions=None, head_axis=1, sections=None, **kwargs):
     """Arguments of rope, or of mrope where there are sections, of the given shapes."""
     made = dict(q=q, k=k, head_axis=head_axis, **kwargs)
-    made |= dict(cos=randn(*table, device=DEVICE), sin=randn(*table, device=DEVICE))
+    made |= dict(cos=randn(*table), sin=randn(*table))
     if positions is not None:
         # Some are outside.
-        made["positions"] = torch.randint(-2, table[0] + 2, positions, device=DEVICE)
+        made["positions"] = torch.randint(-2, table[0] + 2, positions)
     return made if sections is None else made | dict(sections=sections)
 
 
@@ -89,8 +87,8 @@ def run(given):
 def make(form, dtype):
     """Arguments, with q and k that require grad, and a gradient for each of the results."""
     q, k = form["q"], form["k"]
-    leaves = [None if s is None else randn(*s, dtype=dtype, device=DEVICE).requires_grad_() for s in (q, k)]
-    grads = [randn(*s, dtype=dtype, device=DEVICE) for s in (q, k) if s is not None]
+    leaves = [None if s is None else randn(*s, dtype=dtype).requires_grad_() for s in (q, k)]
+    grads = [randn(*s, dtype=dtype) for s in (q, k) if s is not None]
     return arguments(*leaves, **{n: v for n, v in form.items() if n not in ("q", "k")}), grads
 
 
@@ -154,8 +152,8 @@ def test_in_place(form):
     given, _ = make(FORMS[form], torch.float32)
     given = {**given, "backend": "triton", "q": given["q"].detach(), "k": given["q"].detach().clone()}
     expected = run(given)
-    q, check_q = guard_band(tuple(given["q"].shape), torch.float32, DEVICE, columns=3)
-    k, check_k = guard_band(tuple(given["k"].shape), torch.float32, DEVICE)
+    q, check_q = guard_band(tuple(given["q"].shape), torch.float32, columns=3)
+    k, check_k = guard_band(tuple(given["k"].shape), torch.float32)
     q.copy_(given["q"]), k.copy_(given["k"])
     outs = run({**given, "q": q, "k": k, "inplace": True})
     assert outs[0] is q
@@ -169,10 +167,10 @@ def test_in_place(form):
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 def test_outside_the_table_nothing_changes(pairing):
     """Not even what a rotation by no angle would lose."""
-    q = randn(1, 2, 5, 8, device=DEVICE)
-    q[:, :, 1] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -0.0, 1.0, -1.0], device=DEVICE)
-    positions = torch.tensor([2, -1, 3, 2**40, -(2**40)], device=DEVICE)
-    cos, sin = randn(3, 8, device=DEVICE), randn(3, 8, device=DEVICE)
+    q = randn(1, 2, 5, 8)
+    q[:, :, 1] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -0.0, 1.0, -1.0])
+    positions = torch.tensor([2, -1, 3, 2**40, -(2**40)])
+    cos, sin = randn(3, 8), randn(3, 8)
     y, _ = rope(q, None, cos, sin, positions=positions, pairing=pairing, backend="triton")
     assert torch.equal(y[:, :, 1:].view(torch.int32), q[:, :, 1:].view(torch.int32))
     assert not torch.equal(y[:, :, 0], q[:, :, 0])
@@ -182,11 +180,11 @@ def test_outside_the_table_nothing_changes(pairing):
 @pytest.mark.parametrize("order", ["blocked", "interleaved"])
 def test_equal_tables_give_equal_bits(order):
     """Whatever their form: one a pair or one a channel, three rows, positions."""
-    q, k = randn(2, 3, 5, 16, device=DEVICE), randn(2, 1, 5, 16, device=DEVICE)
-    cos, sin = randn(5, 8, device=DEVICE), randn(5, 8, device=DEVICE)
+    q, k = randn(2, 3, 5, 16), randn(2, 1, 5, 16)
+    cos, sin = randn(5, 8), randn(5, 8)
     full = [torch.cat((t, t), -1) for t in (cos, sin)]
     rows = [t.expand(3, 1, -1, -1) for t in (cos, sin)]
-    index = torch.arange(5, device=DEVICE)
+    index = torch.arange(5)
     expected = rope(q, k, cos, sin, backend="triton")
     for outs in (
         rope(q, k, *full, backend="triton"),
@@ -227,7 +225,7 @@ def test_tiles_do_not_show(form, monkeypatch):
 
 @runs
 def test_fp64_is_refused():
-    q = torch.zeros(1, 1, 1, 2, dtype=torch.float64, device=DEVICE)
+    q = torch.zeros(1, 1, 1, 2, dtype=torch.float64)
     with pytest.raises(UnsupportedError, match="triton: it rotates in fp32, too coarse for float64"):
         rope(q, None, q[0], q[0], backend="triton")
 

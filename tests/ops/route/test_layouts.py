@@ -9,6 +9,7 @@ from anabranch import ExpertLayout
 from anabranch.ops.route import reference
 from anabranch.testing import ROUTINGS, STRIDES, assert_same, routing, strided
 
+pytestmark = pytest.mark.op("route")
 FIELDS = ("counts", "offsets", "row_to_slot", "slot_to_row")
 BEYOND = (-1, -(2**31), -(2**62), 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1, -(2**63))
 

@@ -1,4 +1,4 @@
-"""The Triton backend of routing, interpreted: the same integers as eager, by every path through it."""
+"""The Triton backend of routing, interpreted or on a GPU: the same integers as eager, by every path through it."""
 
 import os
 
@@ -10,7 +10,7 @@ from anabranch.ops.route.backends import eager
 from anabranch.testing import ROUTINGS, STRIDES, routing, strided
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETS, reason="needs TRITON_INTERPRET=1")
+runs = pytest.mark.op("route", "triton")
 compiled = pytest.mark.skipif(INTERPRETS, reason="the interpreter has taken the compiler's place")
 pytestmark = [
     # the interpreter's own, at a loop whose bounds are device integers
@@ -50,7 +50,7 @@ def expected_topk(ids, experts):
     return tuple(getattr(layout, name) for name in FIELDS)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     ("T", "E", "K"), [(33, 1, 1), (33, 7, 2), (50, 33, 8), (9, 300, 4), (1, 5, 1), (0, 4, 2), (64, 3, 1)]
@@ -60,28 +60,28 @@ def test_topk(path, kernels, T, E, K, dtype):
     same(kernels.topk(ids, E), expected_topk(ids, E))
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_topk_of_every_kind_of_routing(path, kernels, kind):
     ids = routing(60, 5, 3, kind)
     same(kernels.topk(ids, 5), expected_topk(ids, 5))
 
 
-@interpreted
+@runs
 def test_topk_of_ids_that_are_no_experts(path, kernels):
     ids = torch.tensor([BEYOND, range(10), BEYOND])
     same(kernels.topk(ids, 3), expected_topk(ids, 3))
     same(kernels.topk(ids[:1], 3), expected_topk(ids[:1], 3))
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("layout", STRIDES)
 def test_topk_of_any_memory_layout(path, kernels, layout):
     view = strided(routing(31, 5, 4, dropped=0.2), layout)
     same(kernels.topk(view, 5), expected_topk(view, 5))
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("few_counts", [65536, 0], ids=["two_launches", "three_launches"])
 def test_topk_of_more_blocks_than_one_step_adds_up(kernels, monkeypatch, few_counts):
     for name, value in (("FEW_SLOTS", 0), ("FEW_COUNTS", few_counts), ("BLOCK", 4), ("SCAN", 64)):
@@ -90,7 +90,7 @@ def test_topk_of_more_blocks_than_one_step_adds_up(kernels, monkeypatch, few_cou
     same(kernels.topk(ids, 3), eager.topk(ids, 3))
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     ("counts", "num_rows"),
@@ -113,13 +113,13 @@ def test_counts(kernels, counts, num_rows, dtype):
     same(kernels.counts(view, num_rows), eager.counts(counts, num_rows))
 
 
-@interpreted
+@runs
 def test_counts_beyond_32_bits(kernels):
     counts = torch.tensor([2**62, -(2**63), 2**63 - 1, 2**32 + 1])
     same(kernels.counts(counts, 9), eager.counts(counts, 9))
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_sorted_rows(kernels, kind):
     made = eager.topk(routing(30, 5, 3, kind, dropped=0.1), 5)
@@ -128,7 +128,7 @@ def test_sorted_rows(kernels, kind):
     same(kernels.sorted_rows(made[0].long(), wide, 3), made)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("claimed", [[4, 3], [0, 1], [100, 100], [-1, 2], [0, 0]])
 def test_sorted_rows_of_anything(kernels, claimed):
     rows = torch.tensor([3, 0, 3, 2**32, -5, 8, 2, 2, 0, 2**63 - 1])
@@ -136,7 +136,7 @@ def test_sorted_rows_of_anything(kernels, claimed):
     same(kernels.sorted_rows(counts, rows, 2), eager.sorted_rows(counts, rows, 2))
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("num_rows", [0, 1, 4, 3000])
 def test_maps_keep_the_last_of_a_place(kernels, num_rows):
     rows = torch.randint(-1, 5, (1300, 2))
@@ -146,7 +146,7 @@ def test_maps_keep_the_last_of_a_place(kernels, num_rows):
     same(kernels.maps(rows[:0], num_rows), eager.maps(rows[:0], num_rows))
 
 
-@interpreted
+@runs
 def test_too_many_rows_are_refused(kernels):
     from anabranch.ops.route.call import RouteCall
 

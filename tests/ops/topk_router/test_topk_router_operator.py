@@ -11,6 +11,7 @@ from anabranch.ops.topk_router import autograd
 from anabranch.ops.topk_router.api import topk_router
 from anabranch.testing import assert_same, randn
 
+pytestmark = pytest.mark.op("topk_router")
 E, K = 8, 2
 DEEPSEEK = dict(score="sigmoid", renormalize=True, num_groups=4, top_groups=2, scaling=2.5)
 
@@ -30,6 +31,7 @@ def test_opcheck(grad, biased):
     )
 
 
+@pytest.mark.cpu
 def test_second_derivative_is_refused_but_for_the_reference():
     logits = randn(5, E, dtype=torch.float64).requires_grad_()
     (grad,) = torch.autograd.grad(topk_router(logits, K)[0].sum(), logits, create_graph=True)
@@ -38,6 +40,7 @@ def test_second_derivative_is_refused_but_for_the_reference():
     assert torch.autograd.gradgradcheck(lambda x: topk_router(x, K, backend="reference")[0], logits)
 
 
+@pytest.mark.cpu
 def test_compiles_once_for_any_number_of_tokens():
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
@@ -58,6 +61,7 @@ def test_compiles_once_for_any_number_of_tokens():
     assert counter.frame_count == 1
 
 
+@pytest.mark.cpu
 def test_fake_tensors():
     with FakeTensorMode():
         logits = torch.empty(5, E, dtype=torch.bfloat16, requires_grad=True)
@@ -68,11 +72,11 @@ def test_fake_tensors():
         assert logits.grad.dtype == torch.bfloat16
 
 
-def test_autocast_changes_nothing():
+def test_autocast_changes_nothing(device):
     logits = randn(50, E).requires_grad_()
     weights, ids = topk_router(logits, K, **DEEPSEEK)
     (grad,) = torch.autograd.grad(weights, logits, torch.ones_like(weights))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         cast_weights, cast_ids = topk_router(logits, K, **DEEPSEEK)
         (cast_grad,) = torch.autograd.grad(cast_weights, logits, torch.ones_like(weights))
     assert_same(cast_weights, weights)

@@ -5,8 +5,9 @@ import torch
 from torch.autograd import gradcheck
 
 from anabranch.ops.topk_router.api import topk_router
-from anabranch.testing import STRIDES, assert_same, assert_within_budget, randn, strided
+from anabranch.testing import STRIDES, assert_same, assert_within_budget, in_any_order, randn, strided
 
+pytestmark = pytest.mark.op("topk_router")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 T, E, K = 70, 12, 3
 
@@ -65,17 +66,20 @@ def test_matches_the_reference(name, dtype):
     expected, expected_ids = topk_router(oracle, K, backend="reference", **options)
     assert_same(ids, expected_ids)
     rough, exact = plain(baseline, ids, **options), plain(truth, ids, **options)
-    assert_within_budget(weights, exact, rough)
-    assert_within_budget(expected, exact, rough)
+    near = in_any_order(rough, exact, 4 * E)  # exponentials and their sum
+    assert_within_budget(weights, exact, near)
+    assert_within_budget(expected, exact, near)
 
     up = randn(T, K, dtype=torch.float32)
     for result in (weights, expected, rough, exact):
         result.backward(up.to(result.dtype))
     assert mine.grad.dtype == dtype
-    assert_within_budget(mine.grad, truth.grad, baseline.grad, rows=False)
-    assert_within_budget(oracle.grad, truth.grad, baseline.grad, rows=False)
+    near = in_any_order(baseline.grad, truth.grad, 4 * E)
+    assert_within_budget(mine.grad, truth.grad, near, rows=False)
+    assert_within_budget(oracle.grad, truth.grad, near, rows=False)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gradcheck(name):
     logits = randn(3, E, dtype=torch.float64).requires_grad_()
@@ -101,7 +105,7 @@ def test_any_strides(name, layout):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_tokens(name):
-    logits = torch.empty(0, E, requires_grad=True)
+    logits = torch.zeros(0, E, requires_grad=True)
     weights, ids = topk_router(logits, K, **OPTIONS[name])
     assert weights.shape == ids.shape == (0, K)
     weights.sum().backward()
@@ -147,6 +151,7 @@ def test_scores_of_zero_renormalize_to_zero():
     assert (logits.grad == 0).all()
 
 
+@pytest.mark.cpu
 def test_unneeded_gradient_is_not_computed(monkeypatch):
     from anabranch.ops.topk_router.backends import eager
 

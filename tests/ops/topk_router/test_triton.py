@@ -1,4 +1,4 @@
-"""The Triton backend of topk_router, interpreted: eager's ids, its values but for rounding."""
+"""The Triton backend of topk_router, interpreted or on a GPU: eager's ids, its values but for rounding."""
 
 import itertools
 import math
@@ -15,13 +15,15 @@ from anabranch.ops.topk_router.api import topk_router
 from anabranch.testing import STRIDES, assert_same, assert_within_budget, randn, strided
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETS, reason="needs TRITON_INTERPRET=1")
+runs = pytest.mark.op("topk_router", "triton")
 compiled = pytest.mark.skipif(INTERPRETS, reason="the interpreter has taken the compiler's place")
 pytestmark = [
     # NumPy's remarks on infinities, which a GPU does not make
     pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"),
 ]
 
+# the interpreter cannot make bf16
+LOW = [torch.float16, *[torch.bfloat16] * (torch.cuda.is_available() and not INTERPRETS)]
 T, E, K = 9, 12, 3
 GROUPS = {"all": {}, "groups": dict(num_groups=4, top_groups=2), "odd": dict(num_groups=3, top_groups=2)}
 CASES = list(
@@ -57,7 +59,7 @@ def check(logits, k, grad=None, **options):
     assert_within_budget(d_logits, d_truth, d_truth + wrong, rows=False)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize(("score", "order", "renormalize", "biased", "groups"), CASES)
 def test_every_option(score, order, renormalize, biased, groups):
     options = dict(score=score, order=order, renormalize=renormalize, scaling=2.5, **GROUPS[groups])
@@ -65,7 +67,7 @@ def test_every_option(score, order, renormalize, biased, groups):
     check(randn(T, E, scale=2), K, randn(T, K), bias=bias, **options)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(
     ("T", "E", "K"), [(0, 8, 2), (1, 1, 1), (3, 60, 4), (70, 128, 8), (2, 300, 17), (2, 64, 64), (1030, 4, 1)]
@@ -78,20 +80,21 @@ def test_sizes(T, E, K, score):
         assert (weights.shape, ids.shape, grad.shape) == ((0, K), (0, K), (0, E))
 
 
-@interpreted
+@runs
+@pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("order", ["score_then_topk", "topk_then_score"])
-def test_half_precision(order):
-    logits = randn(T, E, dtype=torch.float16, scale=2)
+def test_half_precision(order, dtype):
+    logits = randn(T, E, dtype=dtype, scale=2)
     check(logits, K, randn(T, K), order=order, renormalize=True)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("layout", STRIDES)
 def test_any_memory_layout(layout):
     check(strided(randn(T, E), layout), K, strided(randn(T, K), layout))
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("k", [1, 8, 20])
 @pytest.mark.parametrize("order", ["score_then_topk", "topk_then_score"])
 def test_equal_logits_go_to_the_lower_id(k, order):
@@ -101,7 +104,7 @@ def test_equal_logits_go_to_the_lower_id(k, order):
     assert_same(topk_router(logits, k, order=order, backend="triton")[1], expected)
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("k", [4, 17])
 def test_nan_infinities_and_zeros(k):
     first = [1.0, math.nan, math.inf, math.nan, -0.0, 0.0, -1.0, 0.0, -math.inf, -math.inf]
@@ -115,7 +118,7 @@ def test_nan_infinities_and_zeros(k):
     assert_same(ids, topk_router(logits, 2, num_groups=2, top_groups=1, backend="eager")[1])
 
 
-@interpreted
+@runs
 def test_scores_that_round_to_equal_keep_the_order_of_logits():
     logits = torch.tensor([[200.0, -300.0, -200.0, -250.0], [100.0, 120.0, 110.0, 130.0]])
     for score in ("softmax", "sigmoid"):
@@ -123,7 +126,7 @@ def test_scores_that_round_to_equal_keep_the_order_of_logits():
         assert ids.tolist() == [[0, 2, 3, 1], [3, 1, 2, 0]]
 
 
-@interpreted
+@runs
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_small_scores_keep_their_digits(score):
     """The rounding of a large exponent would show in the result."""
@@ -134,7 +137,7 @@ def test_small_scores_keep_their_digits(score):
     assert (weights > 0).all()
 
 
-@interpreted
+@runs
 def test_all_scores_zero_renormalize_to_zero():
     logits = torch.full((2, 4), -200.0)
     weights, _, grad = run(logits, 2, score="sigmoid", renormalize=True)
@@ -142,14 +145,14 @@ def test_all_scores_zero_renormalize_to_zero():
     assert grad.isfinite().all()
 
 
-@interpreted
+@runs
 def test_other_groups_are_never_chosen():
     bias = torch.tensor([-5.0, -5.0, -math.inf, -9.0, -9.0, -9.0])
     options = dict(score="sigmoid", bias=bias, num_groups=2, top_groups=1, backend="triton")
     assert topk_router(torch.zeros(1, 6), 3, **options)[1].tolist() == [[0, 1, 2]]
 
 
-@interpreted
+@runs
 def test_ids_of_any_strides_in_the_gradient():
     logits, grad, ids = randn(5, E), randn(5, K), torch.tensor([[0, 4, 7]]).expand(5, K)
     options = (K, "softmax", "score_then_topk", True, 1, 1, 2.5)
@@ -160,7 +163,7 @@ def test_ids_of_any_strides_in_the_gradient():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@interpreted
+@runs
 def test_what_it_refuses():
     with pytest.raises(UnsupportedError, match="triton: it computes in fp32, too coarse for float64"):
         topk_router(randn(2, 4, dtype=torch.float64), 1, backend="triton")

@@ -93,3 +93,8 @@ def test_wrong_arguments():
         load_balance_loss(routing(randn(T, E)), score="x")
     with pytest.raises(ArgumentTypeError, match=r"z_loss: logits: expected a tensor \(T, E\), got Routing"):
         z_loss(routing(randn(T, E)))
+    for loss in (load_balance_loss, expert_counts):
+        with pytest.raises(
+            ArgumentTypeError, match=f"{loss.__name__}: routing: expected a Routing, got tuple"
+        ):
+            loss(tuple(routing(randn(T, E))))

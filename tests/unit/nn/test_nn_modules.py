@@ -230,3 +230,34 @@ def test_each_parameter_is_documented(name):
     assert text
     if inspect.isclass(value) and issubclass(value, nn.Module):
         assert not [p for p in inspect.signature(value).parameters if f"{p}:" not in text]
+
+
+CHOOSERS = {
+    "Router": (lambda **o: Router(H, E, K, **o), lambda m: m(torch.ones(3, H)).weights),
+    "Rotary": (
+        lambda **o: Rotary(8, **o),
+        lambda m: m(torch.ones(1, 2, 3, 8), None, torch.arange(3))[0],
+    ),
+    "MultiExpertLinear": (
+        lambda **o: MultiExpertLinear([4, 3], [5, 2], **o),
+        lambda m: torch.cat([y.flatten() for y in m([torch.ones(2, 4), torch.ones(1, 3)])]),
+    ),
+    "Experts": (
+        lambda **o: Experts(E, H, INNER, **o),
+        lambda m: m(torch.ones(2, H), torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_a_backend_asked_for_runs_or_raises(name):
+    make, run = CHOOSERS[name]
+    torch.manual_seed(0)
+    plain = run(make())
+    torch.manual_seed(0)
+    torch.testing.assert_close(run(make(backend="reference")), plain)
+    assert make(backend="reference").extra_repr().endswith("backend='reference'")
+    with pytest.raises(NotImplementedError, match="hopper: "):
+        run(make(backend="hopper"))
+    with pytest.raises(ValueError, match=f"{name}: backend: expected None or one of .*, got 'gpu'"):
+        make(backend="gpu")

@@ -1,0 +1,86 @@
+"""What a layer keeps for its backward on a GPU, what it does not, and where a product may write."""
+
+import pytest
+import torch
+
+from anabranch import ExpertLayout, grouped_gemm, moe_mlp, multi_gemm
+from anabranch.testing import assert_same, guard_band, randn, routing
+
+pytestmark = pytest.mark.gpu
+T, E, K, H, WIDTH = 512, 8, 2, 256, 128
+FEW = 64  # tokens, so that the weights are nearly all there is
+BLOCK = 512  # bytes that the allocator rounds up to
+
+
+def tensors(*needs, tokens=T):
+    made = {
+        "x": randn(tokens, H, dtype=torch.bfloat16, device="cuda"),
+        "gate_up": randn(E, 2 * WIDTH, H, dtype=torch.bfloat16, device="cuda"),
+        "down": randn(E, H, WIDTH, dtype=torch.bfloat16, device="cuda"),
+        "expert_weights": torch.rand(tokens, K).cuda(),
+    }
+    ids = routing(tokens, E, K, "zipf", dropped=0.1, device="cuda")
+    return {**{name: value.requires_grad_(name in needs) for name, value in made.items()}, "expert_ids": ids}
+
+
+def grown(function):
+    """(bytes that a call leaves allocated, its result)"""
+    function()  # compiles, and fills what is kept for good
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    result = function()
+    return torch.cuda.memory_allocated() - before, result
+
+
+@pytest.mark.parametrize(("activation", "gate"), [("swiglu", 2), ("relu_squared", 1)])
+def test_kept_are_h_and_the_layout(activation, gate):
+    given = tensors("x", "gate_up", "down", "expert_weights")
+    given["gate_up"] = given["gate_up"].detach()[:, : gate * WIDTH].contiguous().requires_grad_()
+    bytes_, out = grown(lambda: moe_mlp(**given, activation=activation))
+    h, layout = 2 * T * K * gate * WIDTH, 4 * (E + E + 1 + 2 * T * K)
+    kept = bytes_ - out.numel() * out.element_size()
+    assert h + layout <= kept <= h + layout + 8 * BLOCK
+    with torch.no_grad():
+        bytes_, out = grown(lambda: moe_mlp(**given, activation=activation))
+    assert bytes_ == out.numel() * out.element_size()
+
+
+def peak(*needs):
+    """Bytes that a step takes beyond its inputs at most."""
+    given = tensors(*needs, tokens=FEW)
+    leaves = [given[name] for name in needs]
+    for _ in "12":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(moe_mlp(**given).sum(), leaves)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_frozen_weights_cost_nothing():
+    weights = 2 * E * H * WIDTH * 3
+    rows = 2 * FEW * K * (2 * WIDTH + H)
+    assert peak("x", "expert_weights") <= peak("x", "expert_weights", "gate_up", "down") - weights + 4 * rows
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("N", [470, 466])
+@pytest.mark.parametrize("op", ["grouped_gemm", "multi_gemm"])
+def test_stores_stop_at_the_last_column(op, N):
+    """Rows of 1024 bytes, which the tensor memory accelerator takes, of which the product fills some."""
+    sizes = [5, 3, 11]
+    x, w = (
+        randn(19, 64, dtype=torch.bfloat16, device="cuda"),
+        randn(3, N, 64, dtype=torch.bfloat16, device="cuda"),
+    )
+    if op == "grouped_gemm":
+        layout = ExpertLayout.from_counts(torch.tensor(sizes, device="cuda"), 19)
+        out, untouched = guard_band((19, N), torch.bfloat16, "cuda", columns=512 - N)
+        grouped_gemm(x, w, layout, out=out)
+        assert_same(out, grouped_gemm(x, w, layout))
+    else:
+        out, untouched = guard_band((19, N), torch.bfloat16, "cuda", columns=512 - N)
+        multi_gemm([x], [w[0]], out=[out])
+        assert_same(out, multi_gemm([x], [w[0]])[0])
+    assert bool(out.isfinite().all())
+    untouched()
