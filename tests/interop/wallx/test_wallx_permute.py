@@ -241,6 +241,7 @@ def test_gradcheck(num_out_tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_waits_for_the_gpu():
     x = randn(64, H, device="cuda").requires_grad_()
     ids = torch.randint(-1, 8, (64, 2), device="cuda")

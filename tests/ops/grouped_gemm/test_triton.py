@@ -150,6 +150,10 @@ REFUSED = {
     "the tile's inner dimension is not contiguous": (lambda: torch.zeros(16, 16).T, (9, 0)),
     "the base address is not a multiple of 16 bytes": (lambda: torch.zeros(16, 20)[:, 1:17], (9, 0)),
     "stride 18 of dimension 0 is not a positive multiple of 16 bytes": (lambda: torch.zeros(16, 18), (9, 0)),
+    "size 18 of the tile's inner dimension is not a multiple of 16 bytes": (
+        lambda: torch.zeros(16, 20)[:, :18],
+        (9, 0),
+    ),
     "stride 0 of dimension 0 is not a positive multiple of 16 bytes": (
         lambda: torch.zeros(1, 16).expand(16, 16),
         (9, 0),

@@ -1,5 +1,7 @@
 """Values, ids and gradients of topk_router against its oracle and against plain PyTorch."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -98,9 +100,11 @@ def test_any_strides(name, layout):
     copy = logits.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
     expected, expected_ids = topk_router(copy, K, **OPTIONS[name])
     (expected_grad,) = torch.autograd.grad(expected, copy, up.contiguous())
-    assert_same(weights, expected)
+    # On a GPU the order of a sum follows how its terms were loaded.
+    same = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-7) if logits.is_cuda else assert_same
+    same(weights, expected)
     assert_same(ids, expected_ids)
-    assert_same(grad, expected_grad)
+    same(grad, expected_grad)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

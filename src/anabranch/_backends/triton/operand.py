@@ -72,6 +72,9 @@ def tma_refusal(value: Operand, capability: tuple[int, int], inner: int = -1) ->
     for dim, step in enumerate(value.stride):
         if dim != inner % len(value.stride) and (step * value.dtype.itemsize % VECTOR or step <= 0):
             return f"stride {step} of dimension {dim} is not a positive multiple of 16 bytes"
+    if value.shape[inner] * value.dtype.itemsize % VECTOR:
+        # Seen on an H200: the last 16 bytes of a row are read and written whole, whatever the descriptor says.
+        return f"size {value.shape[inner]} of the tile's inner dimension is not a multiple of 16 bytes"
     return None
 
 

@@ -318,7 +318,8 @@ def pre_activation_gradient_kernel(
         m_store = (o_m < num_rows)[:, None] & m_n
         d = tl.load(p_g + o_n[None, :].to(OFFSET) * stride_gn, mask=m_load, other=0.0).to(tl.float32)
         scaled = d * factor[:, None]
-        p_z = d_z + o_row * stride_zm
+        if NEED_Z or not HAS_H:
+            p_z = d_z + o_row * stride_zm
         a = d
         if not HAS_H:
             tl.store(p_z + o_n[None, :], scaled.to(d_z.dtype.element_ty), mask=m_store)
