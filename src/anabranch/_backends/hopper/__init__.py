@@ -1,0 +1,1 @@
+"""What the Hopper backends share: Gluon whatever its release, descriptors, and the parts of a pipeline."""

@@ -1,0 +1,178 @@
+"""moe_mlp on Hopper, in Gluon: warp-specialised products with all that surrounds them in their epilogues.
+
+What it refuses, plain Triton serves. Both share the passes that are bound by memory: gather, combine, biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch._backends.hopper import release
+from anabranch.layout import ExpertLayout
+from anabranch.ops.checks import needs_grad
+from anabranch.ops.moe_mlp.call import MoeMlpCall
+
+
+def supports(call: MoeMlpCall) -> str | None:
+    """By name alone: fp16 and bf16, epilogues that have device code, and operands that tiles can be loaded of."""
+    if call.backend != "hopper":
+        # Its backward has been seen not to end on an H200, at T16384 H2048 I768 E128 K8, for a reason still unknown.
+        return "it is still being proved, and has to be asked for by name"
+    reason = release.refusal()
+    if reason is not None:
+        return reason
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"its products are of float16 and bfloat16, not {str(call.dtype).removeprefix('torch.')}"
+    from anabranch._backends.triton import device, operand
+    from anabranch.ops.moe_mlp.backends.hopper import launch
+
+    gate_up, down = operand.of(call.gate_up), operand.of(call.down)
+    if call.transpose_weight:
+        gate_up, down = gate_up.mT, down.mT
+    rows, hidden = call.expert_weights.numel(), call.x.shape[1]
+    return launch.refusal(device.capability(call.device), call.epilogue, rows, hidden, gate_up, down)
+
+
+def loads(call: MoeMlpCall) -> dict[str, str]:
+    """How the two products of the forward load and store each operand."""
+    from anabranch.ops.moe_mlp.backends.hopper import launch
+
+    gathered = call.weight_on == "output" and launch.gatherable(call.x)
+    found = dict.fromkeys(("x", "gate_up", "a", "down"), "TMA")
+    found["x"] = (
+        "asynchronous copies, as its rows are gathered" if gathered else "TMA, from a copy in expert order"
+    )
+    if needs_grad(call.x, call.gate_up, call.down, call.expert_weights, call.gate_up_bias, call.down_bias):
+        found["h"] = "TMA"
+    return found
+
+
+def padding(call: MoeMlpCall) -> float | None:
+    """Share of padding in the rows that the forward computes. Waits for the device."""
+    from anabranch._backends.triton.explained import expert_rows
+    from anabranch._backends.triton.explained import padding as share
+
+    layout = call.layout
+    if layout is None:
+        assert call.expert_ids is not None
+        layout = ExpertLayout.from_topk(call.expert_ids, call.down.shape[0])
+    assert layout.offsets is not None
+    # Half tiles that an expert does not reach are skipped.
+    return share([(expert_rows(layout.offsets, layout.num_rows), 64)])
+
+
+def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
+    """Writes the output, and the pre-activation if ``h`` is given."""
+    from anabranch._backends.triton.combine import combine
+    from anabranch._backends.triton.gather import gather_rows
+    from anabranch.ops.moe_mlp.backends.hopper import launch
+
+    layout = call.layout
+    assert layout is not None
+    on_output = call.weight_on == "output"
+    gathered = on_output and launch.gatherable(call.x)
+    x = call.x if gathered else gather_rows(call.x, layout, None if on_output else call.expert_weights)
+    rows = launch.rows_of(layout)
+    a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2])
+    launch.gemm(
+        x,
+        call.gate_up_nk,
+        rows,
+        a,
+        h=h,
+        bias=call.gate_up_bias,
+        epilogue=call.epilogue,
+        interleaved=call.gate_layout == "interleaved",
+        gathered=gathered,
+    )
+    y = call.x.new_empty(layout.num_rows, call.x.shape[1])
+    launch.gemm(a, call.down_nk, rows, y, bias=call.down_bias)
+    combine(y, layout.slot_to_row, call.expert_weights if on_output else None, out)
+
+
+def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """The gradients of x, gate_up, down, expert_weights and the biases; None for those not needed."""
+    from anabranch._backends.triton.combine import combine
+    from anabranch._backends.triton.gather import gather_rows
+    from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
+    from anabranch.ops.grouped_gemm.backends.triton.launch import bias_gradient
+    from anabranch.ops.moe_mlp.backends.hopper import launch
+    from anabranch.ops.moe_mlp.backends.triton import _row_dot as row_dot
+
+    layout = call.layout
+    assert layout is not None
+    on_output = call.weight_on == "output"
+    scale = call.expert_weights if on_output else None
+    need_x, need_gate_up, need_down, need_weights, need_gate_up_bias, need_down_bias = needs
+    need_rows = need_x or (need_weights and not on_output)
+    need_d_h = need_rows or need_gate_up or need_gate_up_bias
+    d_x = d_gate_up = d_down = d_gate_up_bias = d_down_bias = d_weights = d_h = a = None
+    if need_weights:
+        d_weights = torch.zeros(call.expert_weights.shape, dtype=torch.float32, device=call.device)
+
+    rows = launch.rows_of(layout)
+    d_rows = gather_rows(grad, layout)
+    if need_d_h or need_down or (need_weights and on_output):
+        d_h = torch.empty_like(h) if need_d_h else None
+        a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2]) if need_down else None
+        launch.pre_activation_gradient(
+            d_rows,
+            call.down_nk.mT,
+            h,
+            scale,
+            rows,
+            call.epilogue,
+            interleaved=call.gate_layout == "interleaved",
+            d_h=d_h,
+            a_out=a,
+            d_scale=d_weights if on_output else None,
+        )
+    if need_down:
+        assert a is not None
+        d_down = torch.empty_like(call.down, memory_format=torch.contiguous_format)
+        launch.weight_gradient(*_roles(call, d_rows, a), rows, d_down)
+        del a
+    if call.down_bias is not None:
+        if need_down_bias:
+            d_down_bias = torch.empty_like(call.down_bias, memory_format=torch.contiguous_format)
+            bias_gradient(d_rows, layout, d_down_bias, z_rows=ROW, scale=scale)
+        if d_weights is not None and on_output:
+            row_dot(call, d_rows, call.down_bias, d_weights, by_expert=True)
+    del d_rows
+    if need_rows:
+        assert d_h is not None
+        x_rows = call.x.new_empty(layout.num_rows, call.x.shape[1])
+        launch.gemm(d_h, call.gate_up_nk.mT, rows, x_rows)
+        if d_weights is not None and not on_output:
+            row_dot(call, x_rows, call.x, d_weights, by_expert=False)
+        if need_x:
+            d_x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+            combine(x_rows, layout.slot_to_row, None if on_output else call.expert_weights, d_x)
+        del x_rows
+    if need_gate_up:
+        assert d_h is not None
+        d_gate_up = torch.empty_like(call.gate_up, memory_format=torch.contiguous_format)
+        gathered = on_output and launch.gatherable(call.x) and call.x.shape[1] % 256 == 0
+        x = call.x if gathered else gather_rows(call.x, layout, None if on_output else call.expert_weights)
+        launch.weight_gradient(
+            *_roles(call, d_h, x),
+            rows,
+            d_gate_up,
+            a_gathered=gathered and call.transpose_weight,
+            b_gathered=gathered and not call.transpose_weight,
+        )
+    if need_gate_up_bias and call.gate_up_bias is not None:
+        assert d_h is not None
+        d_gate_up_bias = torch.empty_like(call.gate_up_bias, memory_format=torch.contiguous_format)
+        bias_gradient(d_h, layout, d_gate_up_bias, z_rows=ROW)
+    if d_weights is not None:
+        d_weights = d_weights.to(call.expert_weights.dtype)
+    return d_x, d_gate_up, d_down, d_weights, d_gate_up_bias, d_down_bias
+
+
+def _roles(call: MoeMlpCall, outputs: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of a weight's gradient, which lies as the weight does."""
+    return (inputs, outputs) if call.transpose_weight else (outputs, inputs)

@@ -1,0 +1,130 @@
+"""What loads the operands of a product with a weight: one warp through the tensor memory accelerator, or four by hand.
+
+Letters: N output columns (pairs of them behind a gate), K the reduction.
+"""
+
+from anabranch._backends.hopper.gluon import async_copy, copy, fence_async_shared, gl, jit, mbarrier, tma_load
+from anabranch._backends.hopper.pipeline import advance, load_rows, locate
+
+
+@jit
+def load_weight(
+    w_desc, expert, n, k, N, bar, b_bufs, stage, K_MAJOR: gl.constexpr, PARTS: gl.constexpr, SPLIT: gl.constexpr
+):  # fmt: skip
+    """Starts loading a stage's tile: of a gate and its up-projection half each, if SPLIT."""
+    if K_MAJOR and SPLIT:
+        tma_load(w_desc, [expert, 0, n, k], bar, b_bufs.index(stage))
+    elif K_MAJOR:
+        tma_load(w_desc, [expert, n, k], bar, b_bufs.index(stage))
+    else:
+        for i in gl.static_range(PARTS):
+            tma_load(w_desc, [expert, k, i * N + n], bar, b_bufs.index(stage * PARTS + i))
+
+
+@jit
+def producer(
+    a_bufs, b_bufs, full, empty, x_desc, w_desc, tiles, size, N, K,
+    GATED: gl.constexpr, INTERLEAVED: gl.constexpr, K_MAJOR: gl.constexpr, PARTS: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """Loads both operands' tiles through the tensor memory accelerator."""
+    WIDTH: gl.constexpr = BN // 2 if GATED else BN
+    SPLIT: gl.constexpr = GATED and not INTERLEAVED
+    FIRST: gl.constexpr = BN if INTERLEAVED else WIDTH
+    num_m = gl.load(tiles + 3 * size)
+    num_n = gl.cdiv(N, WIDTH)
+    total = num_m * num_n
+    stage = 0
+    phase = 1
+    step = gl.num_programs(0)
+    expert, row, end, tile_n = locate(gl.program_id(0), total, num_m, num_n, tiles, size, GROUP_M)
+    for tile in range(gl.program_id(0), total, step):
+        following = locate(tile + step, total, num_m, num_n, tiles, size, GROUP_M)
+        for k in range(0, K, BK):
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            load_rows(x_desc, row, end, k, bar, a_bufs, stage, BN * BK * 2, BK)
+            load_weight(w_desc, expert, tile_n * FIRST, k, N, bar, b_bufs, stage, K_MAJOR, PARTS, SPLIT)
+            stage, phase = advance(stage, phase, STAGES)
+        expert, row, end, tile_n = following
+
+
+@jit
+def slots_of(row_to_slot, row, end, LAYOUT: gl.constexpr):
+    """The slots of 64 rows; slot 0 past the expert's end, where nothing is stored."""
+    r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    return gl.load(row_to_slot + r, mask=r < end, other=0)
+
+
+@jit
+def gather(x, o_x, o_k, buffer):
+    """Starts copying rows, 16 bytes at a time."""
+    o = gl.max_contiguous(gl.multiple_of(o_x[:, None] + o_k[None, :], [1, 8]), [1, 8])
+    copy(buffer, x + o)
+
+
+@jit
+def gathering_producer(
+    a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, N, K, TOP_K: gl.constexpr,
+    GATED: gl.constexpr, INTERLEAVED: gl.constexpr, K_MAJOR: gl.constexpr, PARTS: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, WARPS: gl.constexpr,
+    LAG: gl.constexpr,
+):  # fmt: skip
+    """Copies rows of x from token order, and loads the weight as the other producer does.
+
+    Offsets into x are int32, half the registers of pointers; K is a multiple of BK.
+    """
+    WIDTH: gl.constexpr = BN // 2 if GATED else BN
+    SPLIT: gl.constexpr = GATED and not INTERLEAVED
+    FIRST: gl.constexpr = BN if INTERLEAVED else WIDTH
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BK // 8), BK // 8], [WARPS, 1], [1, 0])
+    num_m = gl.load(tiles + 3 * size)
+    num_n = gl.cdiv(N, WIDTH)
+    total = num_m * num_n
+    o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
+    stage = 0
+    phase = 1
+    begun = 0
+    step = gl.num_programs(0)
+    first = gl.program_id(0)
+    expert, row, end, tile_n = locate(first, total, num_m, num_n, tiles, size, GROUP_M)
+    s0 = slots_of(row_to_slot, row, end, LAYOUT)
+    s1 = slots_of(row_to_slot, row + 64, end, LAYOUT)
+    following = locate(first + step, total, num_m, num_n, tiles, size, GROUP_M)
+    for tile in range(first, total, step):
+        this = expert
+        n = tile_n * FIRST
+        both = row + 64 < end
+        x0 = gl.maximum(s0, 0) // TOP_K * stride_xm
+        x1 = gl.maximum(s1, 0) // TOP_K * stride_xm
+        # The rows of the next tile, and where the one after it is: nothing here waits for memory.
+        expert, row, end, tile_n = following
+        s0 = slots_of(row_to_slot, row, end, LAYOUT)
+        s1 = slots_of(row_to_slot, row + 64, end, LAYOUT)
+        following = locate(tile + 2 * step, total, num_m, num_n, tiles, size, GROUP_M)
+        for k in range(0, K, BK):
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(bar, BN * BK * 2)
+            load_weight(w_desc, this, n, k, N, bar, b_bufs, stage, K_MAJOR, PARTS, SPLIT)
+            gather(x + k, x0, o_k, a_bufs.index(stage * 2))
+            if both:
+                gather(x + k, x1, o_k, a_bufs.index(stage * 2 + 1))
+            if LAG == 0:
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                async_copy.commit_group()
+                async_copy.wait_group(LAG)
+                fence_async_shared()
+                before = stage - LAG
+                before = before + (before < 0).to(gl.int32) * STAGES
+                mbarrier.arrive(full.index(before), count=1, pred=begun >= LAG)
+                begun += 1
+            stage, phase = advance(stage, phase, STAGES)
+    async_copy.wait_group(0)
+    if LAG > 0:
+        fence_async_shared()
+        for i in gl.static_range(LAG):
+            before = stage - LAG + i
+            before = before + (before < 0).to(gl.int32) * STAGES
+            mbarrier.arrive(full.index(before), count=1, pred=begun >= LAG - i)

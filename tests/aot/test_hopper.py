@@ -1,0 +1,66 @@
+"""The Gluon kernels as the hopper backend launches them, compiled: none spills in its loops, all fit."""
+
+import json
+
+import pytest
+import torch
+
+from anabranch import dispatch, moe_mlp
+from anabranch.testing.aot import SHARED_MEMORY, compiling
+
+pytestmark = [pytest.mark.no_poison, pytest.mark.slow]
+
+SHARED_WORDS = 32
+"""Bytes of what all warpgroups start from that the compiler may keep in memory: read once a tile, it costs nothing."""
+KERNELS = {"product_kernel", "gate_gradient_kernel", "weight_gradient_kernel"}
+CASES = {
+    "swiglu": {},
+    "transposed": dict(transpose_weight=True, bias=True),
+    "gpt_oss": dict(activation="gpt_oss", gate_layout="interleaved", transpose_weight=True, bias=True),
+    "input": dict(activation="geglu", gate_layout="interleaved", weight_on="input"),
+    "odd": dict(activation="gelu", H=72, I=40, bias=True, dtype=torch.float16),
+}
+
+
+def run(activation="swiglu", H=512, I=256, bias=False, dtype=torch.bfloat16, **options):  # noqa: E741
+    T, K, E = 512, 4, 4
+    N = I if activation == "gelu" else 2 * I
+    swap = options.get("transpose_weight", False)
+
+    def zeros(*shape, dtype=dtype):
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+    out = moe_mlp(
+        zeros(T, H),
+        zeros(E, H, N) if swap else zeros(E, N, H),
+        zeros(E, I, H) if swap else zeros(E, H, I),
+        torch.arange(T * K).view(T, K) % E,
+        zeros(T, K, dtype=torch.float32),
+        gate_up_bias=zeros(E, N) if bias else None,
+        down_bias=zeros(E, H) if bias else None,
+        activation=activation,
+        backend="hopper",
+        **options,
+    )
+    out.backward(torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels(case, monkeypatch, record_property):
+    monkeypatch.setattr(dispatch, "probe", lambda backend, device: None)
+    with compiling(90) as found:
+        run(**CASES[case])
+    rows = [
+        dict(
+            name=k.name,
+            registers=k.registers,
+            spilled=k.spilled_bytes,
+            shared=k.shared_bytes,
+            seconds=round(k.seconds, 2),
+        )
+        for k in found
+    ]
+    record_property("kernels", json.dumps(rows))
+    assert {k.name for k in found} >= KERNELS
+    wrong = [row for row in rows if row["spilled"] > SHARED_WORDS or row["shared"] > SHARED_MEMORY[90]]
+    assert not wrong, "\n".join(map(str, wrong))
