@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anabranch.interop import unsloth
 from anabranch.interop.unsloth import (
@@ -308,9 +307,11 @@ def test_gpus_with_a_tma(capability, granted, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     assert unsloth.supports_tma() is granted
     wish = KernelConfigForward(use_tma_load_w=True)
-    with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
+    # A fake tensor on a GPU needs one where torch is built for it; of x nothing but its device and dtype is asked.
+    x = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert config.tiles("op", "wish", wish, torch.empty(1, 1, device="cuda")) == wish.tiles()
+        assert config.tiles("op", "wish", wish, x) == wish.tiles()
     assert len(caught) == (not granted)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert unsloth.supports_tma() is False

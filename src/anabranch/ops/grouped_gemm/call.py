@@ -133,7 +133,8 @@ def _check_configs(config: Any, backend: str | None) -> tuple[AnyConfig, AnyConf
     if config is None:
         return None, None, None
     if isinstance(config, GroupedGemmConfigs):
-        configs = {f"config.{name}": value for name, value in vars(config).items()}
+        products = ("forward", "d_x", "d_weight")
+        configs = {f"config.{name}": getattr(config, name) for name in products}
     else:
         # One that is alone is the forward's; the gradients then keep the heuristic's tiles.
         configs = {"config": config, "d_x": HEURISTIC, "d_weight": HEURISTIC}
