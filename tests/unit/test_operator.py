@@ -98,6 +98,23 @@ def test_a_write_to_what_the_backward_reads_is_noticed(in_list):
         product.sum().backward()
 
 
+def test_what_comes_between_autograd_and_the_kernel_is_not_passed_over():
+    scaled = define_scaled([])
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x, negative = torch.ones(2), torch.ones(2, dtype=torch.complex64).mul(1j).conj().imag
+    assert negative.is_neg()
+    with Watch():
+        assert scaled([x], None, 2.0)[0].tolist() == [2, 2]
+    assert seen[0] is scaled
+    assert scaled([negative], None, 2.0)[0].tolist() == [-2, -2]
+
+
 def test_writes_in_inference_mode():
     with torch.inference_mode():
         out = torch.zeros(2)
@@ -126,14 +143,21 @@ def test_one_graph():
     assert grad.tolist() == [6, 12]
 
 
-def test_the_compiler_does_not_look_inside():
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_the_compiler_does_not_look_inside(differentiable):
     compiling = []
 
     def kernel(x):
         compiling.append(torch.compiler.is_compiling())
         return x.clone()
 
-    opaque = operator.define("opaque", "(Tensor x) -> Tensor", kernel, fake=torch.empty_like)
+    opaque = operator.define(
+        "opaque",
+        "(Tensor x) -> Tensor",
+        kernel,
+        fake=torch.empty_like,
+        differentiate=(lambda ctx, grad: [grad]) if differentiable else None,
+    )
 
     def given_up(x):
         for _ in range(2):
@@ -141,8 +165,13 @@ def test_the_compiler_does_not_look_inside():
             x = opaque(x)
         return x
 
-    assert torch.compile(given_up, backend="eager")(torch.ones(1)).tolist() == [1]
-    assert compiling == [False, False]
+    for needed in {False, differentiable}:
+        x = torch.ones(1, requires_grad=needed)
+        y = torch.compile(given_up, backend="eager")(x)
+        assert y.tolist() == [1]
+        assert y.requires_grad == needed
+        assert compiling == [False, False]
+        compiling.clear()
 
 
 def test_a_definition_replaces_the_one_before():

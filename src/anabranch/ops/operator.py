@@ -7,11 +7,13 @@ alike in all else: torch.compile, torch.export, torch.func.vmap and opcheck see 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.autograd.graph import increment_version
@@ -20,6 +22,8 @@ NAMESPACE = "anabranch"
 
 # Not public, but what PyTorch makes the gradients of a custom_op from.
 _C: Any = torch._C
+_KERNEL_ALONE = {_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)}
+"""What is left to dispatch of plain tensors on one device, without modes, below autograd."""
 
 
 def define(
@@ -49,12 +53,25 @@ def define(
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     if operator._schema.is_mutable:
         kernel = _counting_versions(operator, kernel)
-    # torch.compile tries every frame below one that it gave up on, and would come upon the kernel's.
-    library.impl(name, _disable_dynamo(kernel), "CompositeExplicitAutograd")
+    kernel = _skipped(kernel)
+    library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     if differentiate is not None:
-        library.impl(name, _differentiable(operator, save, differentiate), "Autograd", with_keyset=True)
+        library.impl(
+            name, _differentiable(operator, kernel, save, differentiate), "Autograd", with_keyset=True
+        )
     return operator
+
+
+def _skipped(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, left alone by torch.compile, which tries every frame below one that it gave up on."""
+    skip = getattr(eval_frame, "_FrameAction", None)
+    if skip is None or not hasattr(eval_frame, "set_code_exec_strategy") or not inspect.isfunction(kernel):
+        return _disable_dynamo(kernel)  # the same at a price per call
+    # Neither this frame nor those below it.
+    strategy = eval_frame._FrameExecStrategy(skip.SKIP, skip.SKIP)
+    eval_frame.set_code_exec_strategy(kernel.__code__, strategy)
+    return kernel
 
 
 def _counting_versions(operator: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,15 +86,17 @@ def _counting_versions(operator: Any, kernel: Callable[..., Any]) -> Callable[..
     return count
 
 
-def _differentiable(operator: Any, save: Any, differentiate: Any) -> Callable[..., Any]:
+def _differentiable(operator: Any, kernel: Any, save: Any, differentiate: Any) -> Callable[..., Any]:
     """The operator's kernel for autograd: a node where a gradient is needed, and else what lies below."""
     arguments, returns = operator._schema.arguments, operator._schema.returns
     places = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
     returns_list = str(returns[0].type) == "List[Tensor]"
 
     def below(keyset: Any, args: tuple[Any, ...]) -> Any:
+        left = keyset & _C._after_autograd_keyset
         with _C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & _C._after_autograd_keyset, *args)
+            # Where nothing but the kernel is left, the dispatcher would only turn all arguments around twice.
+            return kernel(*args) if left.raw_repr() in _KERNEL_ALONE else operator.redispatch(left, *args)
 
     def forward(ctx: Any, *inputs: Any) -> Any:
         keyset, args = inputs[-2:]
@@ -100,7 +119,7 @@ def _differentiable(operator: Any, save: Any, differentiate: Any) -> Callable[..
         results = node.apply(*_flat(args, places), keyset, args)
         return list(results) if returns_list else results
 
-    return run
+    return _skipped(run)
 
 
 def _flat(args: tuple[Any, ...], places: Sequence[int]) -> list[Any]:

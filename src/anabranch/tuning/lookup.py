@@ -69,6 +69,21 @@ def choose(product: Product, default: C, *, may_search: bool = True) -> C:
     return default if found is None else found
 
 
+def standing(device: torch.device) -> object | None:
+    """What lookups without a search stand on: as long as it is the same object, :func:`choose` finds what it found.
+
+    None while searching is allowed, as then it may find something at any call.
+    """
+    mode = _mode()
+    place = None if mode == "0" else keys.place(device)
+    if place is None:
+        return HEURISTIC
+    if mode is not None:
+        return None
+    _cache.results(place)  # notices changes
+    return _cache.decided
+
+
 def _decide(place: Place, key: Key, mode: str | None, product: Product, default: C) -> C | None:
     """The best configuration known, or None for the heuristic's."""
     found = _look(place, key, mode)

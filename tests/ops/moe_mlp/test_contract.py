@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from anabranch import ExpertLayout, explain, moe_mlp
+from anabranch import explain, moe_mlp
 from anabranch.testing import assert_same, randn, routing
 
 pytestmark = pytest.mark.op("moe_mlp")
@@ -181,11 +181,7 @@ def test_routing_weights_keep_their_dtype(weight_dtype: torch.dtype) -> None:
     )
 
 
-def flatten(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, w: Tensor, bias: Tensor) -> tuple[object, ...]:
-    """The operators' arguments."""
-    layout = ExpertLayout.from_topk(ids, up.shape[0])
-    maps = (layout.counts, layout.offsets, layout.row_to_slot, layout.slot_to_row)
-    return (x, up, down, w, None, bias, *maps, "swiglu", False, "concatenated", "output", None)
+FLAGS = ("swiglu", False, "concatenated", "output", None)
 
 
 @pytest.mark.cpu
@@ -193,20 +189,13 @@ def flatten(x: Tensor, up: Tensor, down: Tensor, ids: Tensor, w: Tensor, bias: T
 def test_opcheck(ids: Tensor) -> None:
     x, up, down = make(12, 8, 4, 4)
     w, bias = torch.rand(12, 2, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    call = flatten(x, up, down, ids, w, bias)
-    torch.library.opcheck(torch.ops.anabranch.moe_mlp.default, (True, *call))
-    torch.library.opcheck(
-        torch.ops.anabranch.moe_mlp.default,
-        (False, *(v.detach() if isinstance(v, Tensor) else v for v in call)),
-    )
-    _, h = torch.ops.anabranch.moe_mlp(True, *call)
+    inputs = (x, up, down, w, None, bias)
+    constants = tuple(v if v is None else v.detach() for v in inputs)
+    torch.library.opcheck(torch.ops.anabranch.moe_mlp.default, (True, *inputs, ids, *FLAGS))
+    torch.library.opcheck(torch.ops.anabranch.moe_mlp.default, (False, *constants, ids, *FLAGS))
+    _, h, *layout = torch.ops.anabranch.moe_mlp(True, *constants, ids, *FLAGS)
     needs = [True, False, True, True, False, True]
-    args = (
-        needs,
-        torch.randn(12, 8),
-        h.detach(),
-        *(v.detach() if isinstance(v, Tensor) else v for v in call),
-    )
+    args = (needs, torch.randn(12, 8), h, *constants, *layout, *FLAGS)
     torch.library.opcheck(torch.ops.anabranch.moe_mlp_backward.default, args)
 
 

@@ -4,6 +4,7 @@ TRITON_INTERPRET=1 pytest tests/ops/moe_mlp/test_triton.py interprets it. bf16 i
 """
 
 import os
+from functools import lru_cache
 
 import pytest
 import torch
@@ -151,3 +152,37 @@ def test_fp64_is_refused():
     case = TESTS["one"]
     with pytest.raises(UnsupportedError, match="triton: it accumulates in fp32, too coarse for float64"):
         run(case, *make(case, torch.float64), "triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "keep"), [("gathered", True), ("interleaved", False), ("on_input", True)], ids=str
+)
+def test_a_forward_is_remembered_while_the_tuner_stands_by_it(name, keep, device, monkeypatch):
+    from anabranch import tuning
+    from anabranch.ops.moe_mlp.backends import triton as backend
+
+    case = ALIGNED[name]
+    planned, original = [], backend.gemm
+    monkeypatch.setattr(
+        backend, "gemm", lambda *args, **given: planned.append("gemm") or original(*args, **given)
+    )
+    monkeypatch.setattr(backend, "_remembered", lru_cache(backend._remembered.__wrapped__))
+    for standing, plans in (("a", 2), ("a", 0), ("b", 2)):
+        inputs, ids, _ = make(case)
+        inputs["x"].requires_grad_(keep)
+        options = dict(
+            expert_ids=ids,
+            activation=case.activation,
+            transpose_weight=case.transpose_weight,
+            gate_layout=case.gate_layout,
+            weight_on=case.weight_on,
+        )
+        results = []
+        for by in (standing, None):
+            monkeypatch.setattr(tuning, "standing", lambda _, by=by: by)
+            results.append(moe_mlp(**inputs, **options, backend="triton"))
+            planned.append("|")
+        assert_same(*results)
+        assert results[0].any()
+        assert planned.index("|") == plans
+        planned.clear()

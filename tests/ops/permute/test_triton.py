@@ -211,7 +211,7 @@ def test_tiles_do_not_show(monkeypatch):
     monkeypatch.setattr(backend, "ROWS", 4)
     monkeypatch.setattr(backend, "TILE_BYTES", 512)
     monkeypatch.setattr(combine, "UNROLL", 2)
-    monkeypatch.setattr(combine, "_prepare", combine._prepare.__wrapped__)
+    monkeypatch.setattr(combine, "prepare", combine.prepare.__wrapped__)
     found = both(layout, *values, "triton")
     for i in keep:
         assert_same(found[i], expected[i])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anabranch.errors import ArgumentError
-from anabranch.tuning import choose, lookup, tables
+from anabranch.tuning import choose, lookup, standing, tables
 from anabranch.tuning.cache import Cache, document, folder
 
 
@@ -59,6 +59,26 @@ def test_again_searches_what_is_stored_but_once(on, product, tiles, place, monke
     monkeypatch.setenv("ANABRANCH_AUTOTUNE", "again")
     assert [choose(subject, tiles(1)) for _ in range(2)] == [tiles(4)] * 2
     assert subject.searched == 1
+
+
+def test_what_lookups_stand_on_changes_with_what_they_find(gpu, product, tiles, place, monkeypatch):
+    subject = product()
+    first = standing(subject.device)
+    choose(subject, tiles(1))
+    assert first is not None
+    assert standing(subject.device) is first
+    monkeypatch.setenv("ANABRANCH_AUTOTUNE", "1")
+    assert standing(subject.device) is None
+    choose(subject, tiles(1))
+    monkeypatch.delenv("ANABRANCH_AUTOTUNE")
+    second = standing(subject.device)
+    assert second is not None
+    assert second is not first
+    monkeypatch.setenv("ANABRANCH_AUTOTUNE", "0")
+    assert standing(subject.device) not in (None, second)
+    monkeypatch.delenv("ANABRANCH_AUTOTUNE")
+    monkeypatch.setattr(lookup.keys, "place", lambda device: None)
+    assert standing(subject.device) not in (None, second)
 
 
 def test_a_wrong_word_is_an_error(gpu, product, tiles, monkeypatch):

@@ -59,14 +59,15 @@ def combine(y: Tensor, slot_to_row: Tensor, weights: Tensor | None, out: Tensor)
     """Writes (T, H) from (rows, H), (T, K) and, if given, (T, K) weights of any float dtype."""
     if out.numel():
         slot_to_row = slot_to_row.contiguous()
-        launch = _prepare(out.device, *map(operand.maybe, (y, slot_to_row, weights, out)))
+        launch = prepare(out.device, *map(operand.maybe, (y, slot_to_row, weights, out)))
         launch(y, slot_to_row, weights, out)
 
 
 @lru_cache(REMEMBERED)
-def _prepare(
+def prepare(
     device: torch.device, y: Operand, slot_to_row: Operand, weights: Operand | None, out: Operand
 ) -> Launch:
+    """What :func:`combine` launches with the tensors."""
     num_tokens, hidden = out.shape
     top_k = slot_to_row.shape[1]
     # 16 bytes of each row a thread, twice that of few rows: enough on their way to hide the wait.

@@ -13,6 +13,9 @@ from torch import Tensor
 from anabranch._backends.triton import operand
 
 INT32_MAX = 2**31 - 1
+_HERE = nullcontext()
+# What the public function calls, once it has made sure that CUDA is initialised: so it is where there are tensors.
+_current_index = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def interpreting() -> bool:
@@ -58,9 +61,9 @@ def gpu(device: torch.device) -> Gpu:
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Launch on the tensors' device, whatever the current one is."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if device.type == "cuda" and device.index != _current_index():
         return torch.cuda.device(device)
-    return nullcontext()
+    return _HERE
 
 
 def fits_int32(*values: Tensor | None) -> bool:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,9 +16,11 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from anabranch._backends.triton.device import current
+from anabranch._backends.triton.ragged import Tiles
 
 REMEMBERED = 1024
 """Launches of a kind that are remembered. Each size of a batch is one more."""
+_RUNTIME = knobs.runtime
 
 
 class Launch:
@@ -27,8 +29,9 @@ class Launch:
     At every launch Triton finds out anew which of a kernel's compiled forms to run, from the type, value and
     alignment of each argument, and takes longer for that than many kernels run. Whoever makes a ``Launch``
     promises that the tensors of all calls agree in dtype, in being None, and in whether their addresses are
-    multiples of 16 bytes (descriptors: in dtype and tile), as they do if it is kept by their
-    :class:`~anabranch._backends.triton.operand.Operand`. Then what the first call compiled serves the others.
+    multiples of 16 bytes (descriptors: in dtype and tile; tensors to be described: in sizes and strides too), as they
+    do if it is kept by their :class:`~anabranch._backends.triton.operand.Operand`. Then what the first call compiled
+    serves the others.
     """
 
     __slots__ = (
@@ -41,6 +44,7 @@ class Launch:
         "_rest",
         "_run",
         "_stream",
+        "_tiles",
     )
 
     def __init__(
@@ -53,20 +57,28 @@ class Launch:
         self._numbers = numbers
         self._constants = constants
         self._run: Callable[..., Any] | None = None
+        self._tiles: Mapping[int, Tiles] = {}
+
+    def tiled(self, tiles: Mapping[int, Tiles | None]) -> Launch:
+        """Itself, made to describe the tensors in some places by tiles."""
+        self._tiles = {place: found for place, found in tiles.items() if found is not None}
+        return self
 
     def __call__(self, *tensors: Any) -> None:
         """Launches on the device it was made for."""
         if self._run is None or self._kernel.pre_run_hooks or hooked():
             self.unprepared(*tensors)
             return
+        arguments = self._described(tensors) if self._tiles else tensors
         with current(self._device):
             stream = self._stream(self._device.index)
-            self._run(*self._grid, stream, *self._fixed, *tensors, *self._rest)
+            self._run(*self._grid, stream, *self._fixed, *arguments, *self._rest)
 
     def unprepared(self, *tensors: Any) -> None:
         """Launches as Triton does it."""
+        arguments = self._described(tensors)
         with current(self._device):
-            found = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+            found = self._kernel[self._grid](*arguments, *self._numbers, **self._constants)
         # The interpreter returns nothing. On AMD a tensor's size decides too, of which nothing was promised.
         if isinstance(found, CompiledKernel) and found.metadata.target.backend == "cuda":
             names = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
@@ -76,11 +88,14 @@ class Launch:
             self._stream = driver.active.get_current_stream
             self._run = found.run
 
+    def _described(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        return [self._tiles[i].of(value) if i in self._tiles else value for i, value in enumerate(tensors)]
+
 
 def hooked() -> bool:
     """Whether someone, as a profiler, wants to be told of every launch."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    before, after = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
 
 
 def launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -45,24 +46,34 @@ def _schedule_kernel(
         tl.store(tiles + 2 * size, tl.minimum(first + mine, size).to(tl.int32))
 
 
+class Schedule(NamedTuple):
+    """How the table of one layout's tiles is made: how many there can be, and the launch that lists them."""
+
+    size: int
+    launch: Launch
+
+    def of(self, offsets: Tensor) -> Tensor:
+        """(3, size) int32, built on the device: expert of each tile, its first row, and [2, 0] the number of tiles."""
+        tiles = offsets.new_empty(3, self.size, dtype=torch.int32)
+        self.launch(offsets, tiles)
+        return tiles
+
+
 def schedule(offsets: Tensor, num_rows: int, block_m: int) -> Tensor:
-    """(3, max_tiles) int32, built on the device: expert of each tile, its first row, and [2, 0] the number of tiles."""
-    size, launch = _prepare(offsets.device, operand.of(offsets), num_rows, block_m)
-    tiles = torch.empty((3, size), dtype=torch.int32, device=offsets.device)
-    launch(offsets, tiles)
-    return tiles
+    """The table of a layout's tiles, see :meth:`Schedule.of`."""
+    return of_layout(offsets.device, operand.of(offsets), num_rows, block_m).of(offsets)
 
 
 @lru_cache(REMEMBERED)
-def _prepare(device: torch.device, offsets: Operand, num_rows: int, block_m: int) -> tuple[int, Launch]:
-    """The most tiles there can be, and the launch that lists them."""
+def of_layout(device: torch.device, offsets: Operand, num_rows: int, block_m: int) -> Schedule:
+    """How the tiles of such a layout are listed."""
     num_experts = offsets.shape[0] - 1
     size = max_tiles(num_rows, num_experts, block_m)
     launch = Launch(
         device, _schedule_kernel, (num_experts,), num_experts, num_rows, size,
         BLOCK_M=block_m, EXPERTS=triton.next_power_of_2(num_experts), STEP=64,
     )  # fmt: skip
-    return size, launch
+    return Schedule(size, launch)
 
 
 @triton.jit

@@ -1,7 +1,11 @@
-"""torch.library operators of moe_mlp: schema, fake kernel and gradient. One autograd node for the MLP."""
+"""torch.library operators of moe_mlp: schema, fake kernel and gradient. One autograd node for the MLP.
+
+The forward routes too, and returns the layout with its result, for the backward.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,23 +18,22 @@ from anabranch.ops import checks
 from anabranch.ops.moe_mlp.call import OP, MoeMlpCall
 from anabranch.ops.operator import define
 from anabranch.ops.precision import without_autocast
+from anabranch.ops.route import autograd as route
 from anabranch.ops.second_order import refuse_forward_mode, refuse_second_derivative
 
-_CALL = (
-    "Tensor x, Tensor gate_up, Tensor down, Tensor expert_weights, Tensor? gate_up_bias, Tensor? down_bias, "
-    "Tensor counts, Tensor offsets, Tensor row_to_slot, Tensor slot_to_row, "
-    "str activation, bool transpose_weight, str gate_layout, str weight_on, str? backend"
+_INPUTS = (
+    "Tensor x, Tensor gate_up, Tensor down, Tensor expert_weights, Tensor? gate_up_bias, Tensor? down_bias"
 )
-_INPUTS = 6
-"""How many of these can have a gradient; they come first."""
-_TENSORS = 10
-"""How many of these are tensors."""
+_FLAGS = "str activation, bool transpose_weight, str gate_layout, str weight_on, str? backend"
+_LAYOUT = "Tensor counts, Tensor offsets, Tensor row_to_slot, Tensor slot_to_row"
+_INPUT_COUNT = 6
+"""How many tensors can have a gradient; they come first."""
+_TENSOR_COUNT = 10
+"""How many there are with the layout's."""
 
 
 def moe_mlp(call: MoeMlpCall) -> Tensor:
-    """Routes a call and runs it through its operator."""
-    assert call.expert_ids is not None
-    layout = ExpertLayout.from_topk(call.expert_ids, call.gate_up.shape[0])
+    """Runs a call through its operator."""
     inputs = (
         call.x,
         call.gate_up,
@@ -40,50 +43,55 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
         call.down_bias,
     )
     refuse_forward_mode(OP, *inputs)
-    out, _ = moe_mlp_forward(
+    return moe_mlp_forward(
         checks.needs_grad(*inputs),
         *inputs,
-        layout.counts,
-        layout.offsets,
-        layout.row_to_slot,
-        layout.slot_to_row,
+        call.expert_ids,
         call.epilogue.spec,
         call.transpose_weight,
         call.gate_layout,
         call.weight_on,
         call.backend,
-    )
-    return out
+    )[0]
 
 
-def _restore(*args: Any) -> MoeMlpCall:
-    x, gate_up, down, expert_weights, gate_up_bias, down_bias = args[:_INPUTS]
-    activation, transpose_weight, gate_layout, weight_on, backend = args[_TENSORS:]
-    layout = ExpertLayout(*args[_INPUTS:_TENSORS])
+def _restore(inputs: Sequence[Any], layout: Sequence[Tensor], flags: Sequence[Any]) -> MoeMlpCall:
+    x, gate_up, down, expert_weights, gate_up_bias, down_bias = inputs
+    activation, transpose_weight, gate_layout, weight_on, backend = flags
     return MoeMlpCall(
         x, gate_up, down, expert_weights, gate_up_bias, down_bias, from_spec(activation), transpose_weight,
-        gate_layout, weight_on, backend, layout=layout,
+        gate_layout, weight_on, backend, layout=ExpertLayout(*layout),
     )  # fmt: skip
 
 
-def _allocate(keep_h: bool, call: MoeMlpCall) -> tuple[Tensor, Tensor]:
-    assert call.layout is not None
-    h_shape = (call.layout.num_rows, call.gate_up_nk.shape[1]) if keep_h else (0,)
-    return call.x.new_empty(call.x.shape), call.x.new_empty(h_shape)
+def _allocate(
+    keep_h: bool, x: Tensor, gate_up: Tensor, rows: int, transpose_weight: bool
+) -> tuple[Tensor, Tensor]:
+    h_shape = (rows, gate_up.shape[2 if transpose_weight else 1]) if keep_h else (0,)
+    return x.new_empty(*x.shape), x.new_empty(*h_shape)
 
 
-def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
-    call = _restore(*args)
+def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, ...]:
+    """The result, h if it is to be kept, and the fields of the layout."""
+    *inputs, expert_ids = args[: _INPUT_COUNT + 1]
+    fields = route.topk(expert_ids, args[1].shape[0])
+    call = _restore(inputs, fields, args[_INPUT_COUNT + 1 :])
     kernels = choose(OP, call).module
-    out, h = _allocate(keep_h, call)
+    out, h = _allocate(keep_h, call.x, call.gate_up, expert_ids.numel(), call.transpose_weight)
     with without_autocast(call.device):
         kernels.forward(call, out, h if keep_h else None)
-    return out, h
+    return out, h, *fields
+
+
+def _forward_fake(keep_h: bool, *args: Any) -> tuple[Tensor, ...]:
+    x, gate_up, expert_ids, transpose_weight = args[0], args[1], args[_INPUT_COUNT], args[_INPUT_COUNT + 2]
+    fields = route.topk_fake(expert_ids, gate_up.shape[0])
+    return *_allocate(keep_h, x, gate_up, expert_ids.numel(), transpose_weight), *fields
 
 
 def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
     """The needed ones among the gradients of the inputs, in their order."""
-    call = _restore(*args)
+    call = _restore(args[:_INPUT_COUNT], args[_INPUT_COUNT:_TENSOR_COUNT], args[_TENSOR_COUNT:])
     kernels = choose(OP, call).module
     with without_autocast(call.device):
         grads = kernels.backward(call, grad, h, needs)
@@ -91,40 +99,42 @@ def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Te
 
 
 def _backward_fake(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
-    return [v.new_empty(v.shape) for v, need in zip(args[:_INPUTS], needs, strict=True) if need]
+    return [v.new_empty(v.shape) for v, need in zip(args[:_INPUT_COUNT], needs, strict=True) if need]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    args = inputs[1:]
-    ctx.save_for_backward(output[1], *args[:_TENSORS])
-    ctx.flags = args[_TENSORS:]
+def _save(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+    keep_h, *inputs = args[: _INPUT_COUNT + 1]
+    expert_ids, *ctx.flags = args[_INPUT_COUNT + 1 :]
+    # Under torch.func.vmap nobody can tell in the forward that a gradient will be needed, and h was not kept.
+    ctx.save_for_backward(*inputs, *(results[1:] if keep_h else (expert_ids,)))
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> list[Tensor | None]:
-    needs = list(ctx.needs_input_grad[:_INPUTS])
-    grads: list[Tensor | None] = [None] * _INPUTS
+def _differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> list[Tensor | None]:
+    needs = list(ctx.needs_input_grad[:_INPUT_COUNT])
+    grads: list[Tensor | None] = [None] * _INPUT_COUNT
     if grad is not None and any(needs):
-        h, *tensors = ctx.saved_tensors
-        if h.dim() != 2:
-            # Under torch.func.vmap nobody could tell in the forward that a gradient would be needed.
+        tensors = ctx.saved_tensors
+        inputs, kept = tensors[:_INPUT_COUNT], tensors[_INPUT_COUNT:]
+        if len(kept) == 1:
             with torch.no_grad():
-                _, h = moe_mlp_forward(True, *tensors, *ctx.flags)
-        found = iter(moe_mlp_backward(needs, grad, h, *tensors, *ctx.flags))
+                _, *kept = moe_mlp_forward(True, *inputs, *kept, *ctx.flags)
+        h, *layout = kept
+        found = iter(moe_mlp_backward(needs, grad, h, *inputs, *layout, *ctx.flags))
         grads = [next(found) if need else None for need in needs]
     return grads
 
 
 moe_mlp_forward = define(
     "moe_mlp",
-    f"(bool keep_h, {_CALL}) -> (Tensor, Tensor)",
+    f"(bool keep_h, {_INPUTS}, Tensor expert_ids, {_FLAGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _forward,
-    fake=lambda keep_h, *args: _allocate(keep_h, _restore(*args)),
+    fake=_forward_fake,
     save=_save,
     differentiate=_differentiate,
 )
 moe_mlp_backward = define(
     "moe_mlp_backward",
-    f"(bool[] needs, Tensor grad, Tensor h, {_CALL}) -> Tensor[]",
+    f"(bool[] needs, Tensor grad, Tensor h, {_INPUTS}, {_LAYOUT}, {_FLAGS}) -> Tensor[]",
     _backward,
     fake=_backward_fake,
     differentiate=refuse_second_derivative(OP),

@@ -7,18 +7,20 @@ from torch import Tensor
 
 from anabranch.dispatch import choose
 from anabranch.ops.operator import define
-from anabranch.ops.route.call import OP, RouteCall, fits
+from anabranch.ops.route.call import OP, RouteCall, check_topk, fits
 
 Fields = tuple[Tensor, Tensor, Tensor, Tensor]
 _FIELDS = "(Tensor, Tensor, Tensor, Tensor)"
 
 
-def _topk(expert_ids: Tensor, num_experts: int) -> Fields:
-    fits("ExpertLayout.from_topk", "expert_ids", expert_ids.numel())
+def topk(expert_ids: Tensor, num_experts: int) -> Fields:
+    """The kernel of route_topk, for operators that route among other things."""
+    check_topk(expert_ids, num_experts)
     return choose(OP, RouteCall(expert_ids)).module.topk(expert_ids, num_experts)
 
 
-def _topk_fake(expert_ids: Tensor, num_experts: int) -> Fields:
+def topk_fake(expert_ids: Tensor, num_experts: int) -> Fields:
+    """Allocates what :func:`topk` does."""
     return _fields(expert_ids, num_experts, expert_ids.numel(), expert_ids.shape)
 
 
@@ -61,7 +63,7 @@ def _fields(like: Tensor, experts: int, rows: int, slots: torch.Size | tuple[int
 # (counts, offsets, row_to_slot, slot_to_row) of a stable sort by expert, then slot; of rows in expert order
 # already, with slot = row; and of a sort made elsewhere.
 route_topk = define(
-    "route_topk", f"(Tensor expert_ids, SymInt num_experts) -> {_FIELDS}", _topk, fake=_topk_fake
+    "route_topk", f"(Tensor expert_ids, SymInt num_experts) -> {_FIELDS}", topk, fake=topk_fake
 )
 route_counts = define(
     "route_counts", f"(Tensor counts, SymInt num_rows) -> {_FIELDS}", _counts, fake=_counts_fake

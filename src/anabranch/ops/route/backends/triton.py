@@ -8,13 +8,18 @@ Nothing depends on the size of E but the number of steps of a loop.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from anabranch._backends.triton import operand
 from anabranch._backends.triton.combine import power_of_2
-from anabranch._backends.triton.prepared import launch
+from anabranch._backends.triton.operand import Operand
+from anabranch._backends.triton.prepared import REMEMBERED, Launch, launch
 from anabranch.ops.route.call import RouteCall
 
 Fields = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -228,27 +233,38 @@ def _keep_kernel(
     tl.store(kept + o, tl.where(owner == o, place, -1), mask=o < length)
 
 
-def _int32(like: Tensor, *sizes: int) -> Tensor:
-    return like.new_empty(sizes, dtype=torch.int32)
+def _fields(like: Tensor, experts: int, rows: int, *slots: int) -> Fields:
+    """Memory for counts, offsets, row_to_slot and slot_to_row."""
+    counts = like.new_empty(experts, dtype=torch.int32)
+    return counts, counts.new_empty(experts + 1), counts.new_empty(rows), counts.new_empty(*slots)
 
 
 def topk(expert_ids: Tensor, num_experts: int) -> Fields:
     """(counts, offsets, row_to_slot, slot_to_row) of a stable sort by expert, then slot."""
-    slots, top_k = expert_ids.numel(), max(expert_ids.shape[1], 1)
-    counts, offsets = _int32(expert_ids, num_experts), _int32(expert_ids, num_experts + 1)
-    rows, places = _int32(expert_ids, slots), _int32(expert_ids, *expert_ids.shape)
-    sizes = (slots, top_k, num_experts, *expert_ids.stride())
-    device = expert_ids.device
+    fields = _fields(expert_ids, num_experts, expert_ids.numel(), *expert_ids.shape)
+    slots = expert_ids.numel()
     # Keys of the comparison are int32.
     if slots <= FEW_SLOTS and (num_experts + 1) * slots < 2**31:
-        block, chunk = 32, min(256, max(32, power_of_2(slots)))
-        launch(
-            device, _compare_kernel, (-(-max(slots, num_experts + 1) // block),),
-            (expert_ids, counts, offsets, rows, places), *sizes, BLOCK=block, CHUNK=chunk, num_warps=8,
-        )  # fmt: skip
-        return counts, offsets, rows, places
-    blocks = -(-slots // BLOCK)
-    table = _int32(expert_ids, num_experts, blocks)
+        _prepare_compare(expert_ids.device, operand.of(expert_ids), num_experts)(expert_ids, *fields)
+    else:
+        _sort_blocks(expert_ids, *fields)
+    return fields
+
+
+@lru_cache(REMEMBERED)
+def _prepare_compare(device: torch.device, ids: Operand, num_experts: int) -> Launch:
+    slots, top_k = math.prod(ids.shape), max(ids.shape[1], 1)
+    return Launch(
+        device, _compare_kernel, (-(-max(slots, num_experts + 1) // 32),), slots, top_k, num_experts, *ids.stride,
+        BLOCK=32, CHUNK=min(256, max(32, power_of_2(slots))), num_warps=8,
+    )  # fmt: skip
+
+
+def _sort_blocks(expert_ids: Tensor, counts: Tensor, offsets: Tensor, rows: Tensor, places: Tensor) -> None:
+    slots, num_experts = rows.shape[0], counts.shape[0]
+    sizes = (slots, max(expert_ids.shape[1], 1), num_experts, *expert_ids.stride())
+    device, blocks = expert_ids.device, -(-slots // BLOCK)
+    table = counts.new_empty(num_experts, blocks)
     launch(
         device, _count_kernel, (blocks,), (expert_ids, table), *sizes, blocks,
         BLOCK=BLOCK, EXPERTS=32, num_warps=8,
@@ -261,13 +277,11 @@ def topk(expert_ids: Tensor, num_experts: int) -> Fields:
         device, _place_kernel, (blocks,), (expert_ids, table, counts, offsets, rows, places), *sizes, blocks,
         SCANNED=scanned, BLOCK=BLOCK, CHUNK=16, EXPERTS=16, BLOCKS=256, num_warps=8,
     )  # fmt: skip
-    return counts, offsets, rows, places
 
 
 def _bounds(claimed: Tensor, num_rows: int, *, identity: bool) -> Fields:
     experts = claimed.shape[0]
-    counts, offsets = _int32(claimed, experts), _int32(claimed, experts + 1)
-    rows, places = _int32(claimed, num_rows), _int32(claimed, num_rows)
+    counts, offsets, rows, places = _fields(claimed, experts, num_rows, num_rows)
     launch(
         claimed.device, _bounds_kernel, (max(1, -(-num_rows // 1024)),), (claimed, counts, offsets, rows, places),
         experts, claimed.stride(0), num_rows, IDENTITY=identity, BLOCK=1024, EXPERTS=256, num_warps=4,
@@ -305,6 +319,6 @@ def sorted_rows(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
 def maps(slot_to_row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(row_to_slot, slot_to_row): both directions from one; rows out of range, or taken, are dropped."""
     rows = torch.full((num_rows,), -1, dtype=torch.int32, device=slot_to_row.device)
-    places = _int32(slot_to_row, *slot_to_row.shape)
+    places = rows.new_empty(*slot_to_row.shape)
     _invert(slot_to_row, places, rows, None)
     return rows, places

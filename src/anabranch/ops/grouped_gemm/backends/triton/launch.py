@@ -17,7 +17,7 @@ from anabranch.epilogues import Epilogue, Identity
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm.backends.triton import kernels, plan
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
-from anabranch.ops.grouped_gemm.backends.triton.plan import Maps, device_code
+from anabranch.ops.grouped_gemm.backends.triton.plan import GemmLaunch, Maps, device_code
 from anabranch.ops.grouped_gemm.backends.triton.plan import parameters as parameters
 from anabranch.ops.grouped_gemm.backends.triton.tuned import Gemm, WeightGradient, chosen
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
@@ -51,33 +51,21 @@ def gemm(
     out_rows: tl.constexpr = ROW,
     config: GroupedGemmConfig | str | None = None,
     schedules: Schedules | None = None,
-) -> None:
+) -> GemmLaunch | None:
     """Writes ``out[row] = scale * epilogue(x[row] @ weight[expert].T + bias[expert])``, zeros where no row goes.
 
     weight is (E, N, K_dim), a view with any strides; h, if given, receives the pre-activation (R, N). Products of one
-    layout may share ``schedules``.
+    layout may share ``schedules``. Returns what was launched, if anything was.
     """
     if _no_slots(layout, out, h):
-        return
+        return None
     what = product(x, weight, layout, out, h, bias, scale, epilogue, interleaved, x_rows, out_rows)
-    launch, block_m, x_tiles, w_tiles, out_tiles, h_tiles = what.plan.prepare(chosen(config, what))
-    offsets, row_to_slot, slot_to_row = what.maps
+    launch = what.plan.prepare(chosen(config, what))
     tables = {} if schedules is None else schedules
-    if block_m not in tables:
-        tables[block_m] = schedule(offsets, layout.num_rows, block_m)
-    t_h = t_up = None
-    if h_tiles is not None:
-        assert h is not None
-        t_h = h_tiles.of(h)
-        if epilogue.columns == 2 and not interleaved:
-            t_up = h_tiles.of(h[:, weight.shape[1] // 2 :])
-    launch(
-        x if x_tiles is None else x_tiles.of(x),
-        weight if w_tiles is None else w_tiles.of(weight),
-        out, h, bias, scale,
-        None if out_tiles is None else out_tiles.of(out), t_h, t_up,
-        offsets, row_to_slot, slot_to_row, tables[block_m],
-    )  # fmt: skip
+    if launch.block_m not in tables:
+        tables[launch.block_m] = schedule(what.maps[0], layout.num_rows, launch.block_m)
+    launch.run(x, weight, what.maps, out, h, bias, scale, tables[launch.block_m])
+    return launch
 
 
 def product(
@@ -138,14 +126,8 @@ def weight_gradient(
         operand.of(d_weight), z_rows.value, x_rows.value,
     )  # fmt: skip
     what = WeightGradient(found, maps, x, layout, x_rows, d_z, d_weight, z_rows)
-    launch, z_tiles, x_tiles, w_tiles = found.prepare(chosen(config, what))
-    launch(
-        d_z if z_tiles is None else z_tiles.of(d_z),
-        x if x_tiles is None else x_tiles.of(x),
-        d_weight,
-        None if w_tiles is None else w_tiles.of(d_weight),
-        *maps[:2],
-    )
+    launch = found.prepare(chosen(config, what))
+    launch(d_z, x, d_weight, None if found.refusals["d_weight"] else d_weight, *maps[:2])
 
 
 def pre_activation_gradient(

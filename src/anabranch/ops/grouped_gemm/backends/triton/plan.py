@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from anabranch import tuning
 from anabranch._backends.triton.device import Gpu
 from anabranch._backends.triton.operand import VECTOR, Operand, reach, tma_refusal
 from anabranch._backends.triton.prepared import REMEMBERED, Launch
-from anabranch._backends.triton.ragged import Tiles, dense, ragged, store_width
+from anabranch._backends.triton.ragged import dense, ragged, store_width
 from anabranch._backends.triton.schedule import max_tiles
 from anabranch.epilogues import Epilogue
 from anabranch.ops.grouped_gemm import config as tiles
@@ -117,32 +118,46 @@ class Plan:
         key: what the tuner tells it by; its kind is that of its tiles.
         heuristic: the tiles without tuning.
         prepare: the launch with some tiles, prepared once for each.
+        settled: the tiles that the tuner came to, and what it stood by; or nothing yet.
     """
 
     refusals: Mapping[str, str | None]
     key: Key
     heuristic: GroupedGemmConfig
     prepare: Callable[[GroupedGemmConfig], Any]
+    settled: list[tuple[object, GroupedGemmConfig]] = field(default_factory=list)
 
 
 class GemmLaunch(NamedTuple):
-    """The forward kernel with its tiles. Operands without descriptors (None) are read and written by pointers."""
+    """The forward kernel with its tiles, of ``block_m`` rows.
+
+    Results that the tensor memory accelerator stores are given to the kernel once more, to be described; ``up`` is the
+    column of h at which a second descriptor of it starts.
+    """
 
     launch: Launch
     block_m: int
-    x: Tiles | None
-    weight: Tiles | None
-    out: Tiles | None
-    h: Tiles | None
+    out_tma: bool
+    h_tma: bool
+    up: int | None
 
-
-class GradientLaunch(NamedTuple):
-    """The kernel of the weight's gradient with its tiles."""
-
-    launch: Launch
-    d_z: Tiles | None
-    x: Tiles | None
-    d_weight: Tiles | None
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        maps: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        h: Tensor | None,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        table: Tensor,
+    ) -> None:
+        """Launches it for tensors like the plan's operands, and the table of their tiles."""
+        up = h[:, self.up :] if h is not None and self.up is not None else None
+        self.launch(
+            x, weight, out, h, bias, scale, out if self.out_tma else None, h if self.h_tma else None, up,
+            *maps, table,
+        )  # fmt: skip
 
 
 @lru_cache(REMEMBERED)
@@ -229,14 +244,17 @@ def of_gemm(
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
             OFFSET=offset, FLATTEN=config.flatten, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-        return GemmLaunch(
-            launch,
-            config.block_m,
-            dense(x, [config.block_m, config.block_k]) if x_tma else None,
-            dense(source, w_block) if w_tma else None,
-            ragged(out, [config.block_m, store_width(width)]) if out_tma else None,
-            ragged(halves[0], [config.block_m, store_width(h_width)]) if h_tma else None,
+        h_tiles = ragged(halves[0], [config.block_m, store_width(h_width)]) if h_tma else None
+        launch.tiled(
+            {
+                0: dense(x, [config.block_m, config.block_k]) if x_tma else None,
+                1: dense(source, w_block) if w_tma else None,
+                6: ragged(out, [config.block_m, store_width(width)]) if out_tma else None,
+                7: h_tiles,
+                8: h_tiles if two else None,
+            }
         )
+        return GemmLaunch(launch, config.block_m, out_tma, h_tma, columns if two and h_tma else None)
 
     return Plan(refusals, key, heuristic, prepare)
 
@@ -281,7 +299,7 @@ def of_weight_gradient(
     offset = offset_type(gpu, d_z, x, d_weight._replace(shape=(1, n, k_dim)))
 
     @cache
-    def prepare(config: GroupedGemmConfig) -> GradientLaunch:
+    def prepare(config: GroupedGemmConfig) -> Launch:
         work = experts * triton.cdiv(n, config.block_n) * triton.cdiv(k_dim, config.block_k)
         launch = Launch(
             gpu.device, kernels.weight_gradient_kernel, (min(work, gpu.num_sms) if config.flatten else work,),
@@ -291,11 +309,12 @@ def of_weight_gradient(
             BLOCK_N=config.block_n, BLOCK_K=config.block_k, BLOCK_R=config.block_m, GROUP_M=config.group_m,
             OFFSET=offset, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
-        return GradientLaunch(
-            launch,
-            ragged(d_z, [config.block_m, config.block_n]) if z_tma else None,
-            ragged(x, [config.block_m, config.block_k]) if x_tma else None,
-            dense(d_weight, [1, config.block_n, config.block_k]) if w_tma else None,
+        return launch.tiled(
+            {
+                0: ragged(d_z, [config.block_m, config.block_n]) if z_tma else None,
+                1: ragged(x, [config.block_m, config.block_k]) if x_tma else None,
+                3: dense(d_weight, [1, config.block_n, config.block_k]) if w_tma else None,
+            }
         )
 
     return Plan(refusals, key, heuristic, prepare)

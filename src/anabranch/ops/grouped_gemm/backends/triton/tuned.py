@@ -29,8 +29,17 @@ def chosen(
     """
     if isinstance(config, GroupedGemmConfig):
         return config
-    heuristic = product.plan.heuristic
-    return heuristic if config == tuning.HEURISTIC else tuning.choose(product, heuristic, may_search=search)
+    plan = product.plan
+    if config == tuning.HEURISTIC:
+        return plan.heuristic
+    standing = tuning.standing(product.device)
+    for known, settled in plan.settled:
+        if known is standing:
+            return settled
+    found = tuning.choose(product, plan.heuristic, may_search=search)
+    if standing is not None:
+        plan.settled[:] = [(standing, found)]
+    return found
 
 
 def refusal(config: GroupedGemmConfig, dtype: torch.dtype, device: torch.device, kind: str) -> str | None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anabranch._backends.triton import explained
-from anabranch._backends.triton.combine import combine, power_of_2
+from anabranch import tuning
+from anabranch._backends.triton import device as on
+from anabranch._backends.triton import explained, operand
+from anabranch._backends.triton.combine import combine, power_of_2, prepare
 from anabranch._backends.triton.explained import expert_rows, load_path
 from anabranch._backends.triton.gather import gather_rows
-from anabranch._backends.triton.prepared import launch
+from anabranch._backends.triton.prepared import REMEMBERED, Launch, launch
+from anabranch._backends.triton.schedule import Schedule, of_layout
 from anabranch.epilogues import Identity
 from anabranch.layout import ExpertLayout
 from anabranch.ops.checks import needs_grad
@@ -26,6 +31,7 @@ from anabranch.ops.grouped_gemm.backends.triton.launch import (
     refusal,
     weight_gradient,
 )
+from anabranch.ops.grouped_gemm.backends.triton.plan import GemmLaunch
 from anabranch.ops.grouped_gemm.backends.triton.tuned import Gemm, chosen
 from anabranch.ops.moe_mlp.backends.triton import kernels
 from anabranch.ops.moe_mlp.call import MoeMlpCall
@@ -36,15 +42,63 @@ def supports(call: MoeMlpCall) -> str | None:
     return refusal(call.dtype, call.epilogue)
 
 
+class _Forward(NamedTuple):
+    """The launches of a forward, and what the tuner stood by when their tiles were chosen."""
+
+    standing: object
+    tables: tuple[Schedule, ...]
+    up: GemmLaunch
+    down: GemmLaunch
+    combine: Launch
+
+    def run(
+        self,
+        call: MoeMlpCall,
+        x: Tensor,
+        maps: tuple[Tensor, Tensor, Tensor],
+        a: Tensor,
+        y: Tensor,
+        out: Tensor,
+        h: Tensor | None,
+    ) -> None:
+        """Launches them for tensors like those that they were prepared with."""
+        tables = [schedule.of(maps[0]) for schedule in self.tables]
+        self.up.run(x, call.gate_up_nk, maps, a, h, call.gate_up_bias, None, tables[0])
+        self.down.run(a, call.down_nk, maps, y, None, call.down_bias, None, tables[-1])
+        self.combine(y, maps[2], call.expert_weights if call.weight_on == "output" else None, out)
+
+
+@lru_cache(REMEMBERED)
+def _remembered(*facts: Any) -> list[_Forward]:
+    """Where the launches of forwards that look alike are kept: none, or one."""
+    return []
+
+
 def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
-    """Writes the output, and the pre-activation if ``h`` is given."""
+    """Writes the output, and the pre-activation if ``h`` is given. Both, and the layout, are freshly allocated."""
     layout = call.layout
     assert layout is not None
     on_output = call.weight_on == "output"
+    weights = call.expert_weights if on_output else None
+    x = call.x if on_output else gather_rows(call.x, layout, call.expert_weights)
+    a = x.new_empty(layout.num_rows, call.down_nk.shape[2])
+    y = x.new_empty(layout.num_rows, x.shape[1])
+    maps = contiguous_maps(layout)
+
+    known, maybe, standing = operand.of, operand.maybe, tuning.standing(call.device)
+    memory = _remembered(
+        on.gpu(call.device), on.input_precision(call.dtype), known(call.x), known(call.gate_up), known(call.down),
+        known(call.expert_weights), maybe(call.gate_up_bias), maybe(call.down_bias), h is None, call.epilogue,
+        call.transpose_weight, call.gate_layout, call.weight_on,
+    )  # fmt: skip
+    for found in memory:
+        if found.standing is standing:
+            found.run(call, x, maps, a, y, out, h)
+            return
+
     schedules: Schedules = {}
-    a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2])
-    gemm(
-        call.x if on_output else gather_rows(call.x, layout, call.expert_weights),
+    up = gemm(
+        x,
         call.gate_up_nk,
         layout,
         a,
@@ -55,9 +109,12 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
         x_rows=TOKEN if on_output else ROW,
         schedules=schedules,
     )
-    y = call.x.new_empty(layout.num_rows, call.x.shape[1])
-    gemm(a, call.down_nk, layout, y, bias=call.down_bias, schedules=schedules)
-    combine(y, layout.slot_to_row, call.expert_weights if on_output else None, out)
+    down = gemm(a, call.down_nk, layout, y, bias=call.down_bias, schedules=schedules)
+    combine(y, layout.slot_to_row, weights, out)
+    if standing is not None and up is not None and down is not None and out.numel():
+        last = prepare(call.device, known(y), known(maps[2]), maybe(weights), known(out))
+        tables = [of_layout(call.device, known(maps[0]), layout.num_rows, rows) for rows in schedules]
+        memory[:] = [_Forward(standing, tuple(tables), up, down, last)]
 
 
 def loads(call: MoeMlpCall) -> dict[str, str]:
