@@ -19,7 +19,7 @@ from anabranch.ops.moe_mlp.call import MoeMlpCall
 def supports(call: MoeMlpCall) -> str | None:
     """By name alone: fp16 and bf16, epilogues that have device code, and operands that tiles can be loaded of."""
     if call.backend != "hopper":
-        # Its backward has been seen not to end on an H200, at T16384 H2048 I768 E128 K8, for a reason still unknown.
+        # The gradient of down did not end on an H200 where a program has several tiles; mended, but not yet run there.
         return "it is still being proved, and has to be asked for by name"
     reason = release.refusal()
     if reason is not None:

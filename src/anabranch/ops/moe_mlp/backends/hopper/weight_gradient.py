@@ -95,7 +95,10 @@ def producer(
             slots = gl.load(
                 row_to_slot + gl.where(start + o_r < end, start + o_r, start), mask=start < end, other=0
             )
-        for r in range(start, end, BK):
+        # Not range(start, end, BK): what a loop hands on for no more than bounds of another inside it, Triton 3.6
+        # takes for unused and keeps at its first value, and then every tile would begin at the first one's expert.
+        for k in range(0, end - start, BK):
+            r = start + k
             bar = full.index(stage)
             if A_GATHERED or B_GATHERED:
                 token = gl.maximum(slots, 0) // TOP_K
