@@ -64,7 +64,8 @@ ALL = """
 import importlib, pkgutil
 import anabranch
 
-optional = ("cli", "interop", "_backends.triton", "_backends.hopper", "epilogues.device", "testing.aot")
+optional = ("cli", "interop", "_backends.triton", "_backends.hopper")
+optional += ("epilogues.device", "testing.aot", "testing.device_functions")
 optional = tuple(f"anabranch.{name}" for name in optional)
 for module in pkgutil.walk_packages(anabranch.__path__, "anabranch.", onerror=lambda name: None):
     if module.name.startswith(optional) or module.name.split(".")[-1] in ("triton", "hopper"):

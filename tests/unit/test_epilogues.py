@@ -1,6 +1,7 @@
 """Every epilogue is its textbook formula, with its gradient, and can be named, parametrized and added to."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,19 +13,26 @@ from anabranch.testing import assert_component_wise, randn
 from anabranch.testing.problems import FORMULAS, majorant
 
 NAMES = sorted(base.REGISTRY)
-GATED = {"swiglu", "geglu", "geglu_tanh", "reglu", "gpt_oss", "clamped_swiglu"}
 
 
 def operands(name: str, dtype: torch.dtype = torch.float64, size: float = 2.0) -> list[torch.Tensor]:
-    count = 2 if name in GATED else 1
-    return [randn(40, 50, dtype=dtype, scale=size).requires_grad_() for _ in range(count)]
+    return [
+        randn(40, 50, dtype=dtype, scale=size).requires_grad_() for _ in range(base.REGISTRY[name].columns)
+    ]
 
 
-def test_all_of_the_design_are_there():
-    ungated = {"identity", "silu", "gelu", "gelu_tanh", "relu", "relu_squared"}
-    assert set(NAMES) == GATED | ungated
-    assert {name for name in NAMES if base.REGISTRY[name].columns == 2} == GATED
+def test_every_file_is_registered_and_exported():
+    files = {path.stem for path in Path(epilogues.__file__).parent.glob("[!_]*.py")} - {"base"}
+    assert files == set(NAMES), "imported in epilogues/__init__.py?"
+    for cls in base.REGISTRY.values():
+        assert getattr(epilogues, cls.__name__) is cls
+        assert cls.__name__ in epilogues.__all__
+
+
+def test_every_one_has_its_textbook_formula():
     assert set(FORMULAS) - {None} == set(NAMES)
+    for name in NAMES:
+        assert FORMULAS[name].__code__.co_argcount == base.REGISTRY[name].columns
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -126,7 +134,7 @@ KNOWN = "test: activation: expected one of " + ", ".join(NAMES)
         (
             torch.relu,
             ArgumentTypeError,
-            "test: activation: expected None, a name or an Epilogue, got builtin_function_or_method",
+            f"{KNOWN.replace('one of', 'an Epilogue, None or one of')}, got function relu",
         ),
     ],
 )

@@ -99,13 +99,14 @@ def resolve(op: str, activation: str | Epilogue | None) -> Epilogue:
             _number(activation, parameter)
         return activation
     if not isinstance(activation, str):
-        raise ArgumentTypeError(
-            op, "activation", expected="None, a name or an Epilogue", got=type(activation).__name__
-        )
+        got = type(activation).__name__
+        if callable(activation) and hasattr(activation, "__name__"):
+            got = f"{'class' if isinstance(activation, type) else 'function'} {activation.__name__}"
+        expected = f"an Epilogue, None or one of {_known()}"
+        raise ArgumentTypeError(op, "activation", expected=expected, got=got)
     name, opened, rest = activation.partition("(")
     if name not in REGISTRY or (opened and not rest.endswith(")")):
-        known = ", ".join(sorted(REGISTRY))
-        raise ArgumentError(op, "activation", expected=f"one of {known}", got=repr(activation))
+        raise ArgumentError(op, "activation", expected=f"one of {_known()}", got=repr(activation))
     given: dict[str, float] = {}
     for part in rest[:-1].split(",") if rest[:-1] else ():
         parameter, _, value = part.strip().partition("=")
@@ -119,6 +120,10 @@ def resolve(op: str, activation: str | Epilogue | None) -> Epilogue:
                 op, "activation", expected=f"a number for {name}'s {parameter}", got=repr(value)
             ) from None
     return REGISTRY[name](**given)
+
+
+def _known() -> str:
+    return ", ".join(sorted(REGISTRY))
 
 
 @cache

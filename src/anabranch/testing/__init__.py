@@ -1,7 +1,7 @@
 """What tests and benchmarks share: inputs, error budgets, hostile memory, backends broken on purpose.
 
-torch and the standard library only, but for :mod:`anabranch.testing.aot`, which compiles Triton kernels. Nothing a
-user's program needs imports it.
+torch and the standard library only, but for :mod:`anabranch.testing.aot`, which compiles Triton kernels, and
+:mod:`anabranch.testing.device_functions`, which runs them. Nothing a user's program needs imports it.
 """
 
 from anabranch.testing.backends import here, on, usable_backends
