@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,9 +77,48 @@ def test_what_is_not_text_is_left_out(tmp_path, monkeypatch):
     corpus = load_corpus(tmp_path, 32)
     seen = set(as_bytes(corpus.train) + as_bytes(corpus.validation))
     assert seen == set(b"afy\n")
-    assert corpus.skipped == 2
+    assert corpus.left_out == data.LeftOut(not_text=1, files=1)
+    assert str(corpus.left_out) == "1 file is not text, 1 file could not be read"
     with pytest.raises(Failure, match=r"cannot read .*d: Permission denied"):
         load_corpus(tmp_path / "d", 32)
+
+
+def closed(monkeypatch, *names):
+    """Files and folders of these names cannot be read, whoever runs the tests."""
+    reading, scandir, listdir, access = Path.open, os.scandir, os.listdir, os.access
+
+    def refuse(path):
+        if Path(path).name in names:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(
+        Path, "open", lambda path, *rest, **more: refuse(path) or reading(path, *rest, **more)
+    )
+    monkeypatch.setattr(os, "scandir", lambda path: refuse(path) or scandir(path))
+    monkeypatch.setattr(os, "listdir", lambda path: refuse(path) or listdir(path))
+    monkeypatch.setattr(
+        os, "access", lambda path, *mode: Path(path).name not in names and access(path, *mode)
+    )
+
+
+def test_what_cannot_be_read_is_counted(run, tmp_path, monkeypatch):
+    write(tmp_path, **dict.fromkeys(("a", "b", "c__d", "c__e", "f__g"), b"words " * 4000))
+    closed(monkeypatch, "b", "e", "f")
+    left_out = load_corpus(tmp_path, 32).left_out
+    assert left_out == data.LeftOut(files=2, folders=1)
+    assert str(left_out) == "2 files could not be read, 1 folder could not be read"
+    closed(monkeypatch, "a", "d")
+    with pytest.raises(Failure, match=r"holds no readable text file: 4 files could not be read, 1 folder"):
+        load_corpus(tmp_path, 32)
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_text_that_cannot_be_read_fails_in_one_line(run, tmp_path, monkeypatch, name):
+    write(tmp_path, file=b"words " * 4000, folder__file=b"words " * 4000)
+    closed(monkeypatch, name)
+    result = run("demo", "--text", tmp_path / name, "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stderr == f"anabranch: cannot read {tmp_path / name}: Permission denied\n"
 
 
 def test_caps(tmp_path, monkeypatch):

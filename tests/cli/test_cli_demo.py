@@ -44,6 +44,10 @@ def names(folder):
     return {path.name for path in folder.iterdir()} if folder.exists() else None
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.iterdir()}
+
+
 def one_line(result, code=1):
     """The one line on stderr of a command that failed."""
     assert result.exit_code == code, result.output
@@ -116,9 +120,39 @@ def test_resume_is_bit_for_bit(demo, tmp_path, monkeypatch):
     whole, parts = (tmp_path / name / "checkpoint.safetensors" for name in ("whole", "out"))
     assert whole.read_bytes() == parts.read_bytes()
     assert checkpoint.load(whole).step == 6
-    # Of a finished run only the report is made again.
-    assert demo("--resume").exit_code == 0
-    assert whole.read_bytes() == parts.read_bytes()
+
+
+def test_resume_of_a_finished_run_changes_nothing(demo, run, text, tmp_path):
+    assert demo("--steps", 2).exit_code == 0
+    before = contents(tmp_path / "out")
+    result = demo("--resume")
+    assert result.exit_code == 0
+    said = ["finished: all 2 steps are done, nothing left to train"]
+    said.append(
+        f"{tmp_path / 'out'}: checkpoint.safetensors, summary.json, sample.txt, loss.png, experts.png"
+    )
+    assert result.stdout.splitlines() == said
+    assert "--steps 3: " in one_line(demo("--resume", "--steps", 3))
+    text.unlink()  # nothing is left to read it for
+    result = run("demo", "--resume", "--out", tmp_path / "out", "--device", "cpu")
+    assert (result.exit_code, result.stdout.splitlines()) == (0, said)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_new_run_says_that_it_replaces_one(demo, tmp_path, monkeypatch):
+    assert "note:" not in demo("--steps", 2).stdout
+    os.utime(tmp_path / "out/checkpoint.safetensors", (0, 0))
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1)
+        result = demo("--steps", 2, "--seed", 1)
+    assert one_line(result, code=130)
+    note = f"note: this replaces the run of 1970-01-01 00:00 UTC in {tmp_path / 'out'}, checkpoint included; "
+    assert result.stdout.index(note) < result.stdout.index("step 1/2")
+    # What an earlier run reported is gone with it, or this one's resumption would take it for its own.
+    assert names(tmp_path / "out") == {"checkpoint.safetensors"}
+    result = demo("--resume")
+    assert (result.exit_code, "note:" in result.stdout) == (0, False)
+    assert names(tmp_path / "out") == FILES
 
 
 def test_seeds_differ(demo, tmp_path):
@@ -128,8 +162,11 @@ def test_seeds_differ(demo, tmp_path):
     assert not torch.equal(zero["model.head.weight"], one["model.head.weight"])
 
 
-def test_resume_with_other_threads_says_so(demo, run, tmp_path):
+def test_resume_with_other_threads_says_so(demo, run, tmp_path, monkeypatch):
     assert demo("--steps", 1).exit_code == 0
+    (tmp_path / "out/summary.json").unlink()  # or nothing would be left to do
+    # Several threads on cores that are in use are slow, and what is said comes before they start.
+    monkeypatch.setattr(command, "_finish", lambda *rest: None)
     result = run("demo", "--resume", "--out", tmp_path / "out", "--device", "cpu", "--threads", 2)
     assert result.exit_code == 0, result.output
     assert "note: saved on cpu with 1 threads; the last bits will differ" in result.stdout
@@ -186,10 +223,10 @@ def test_full_disk_leaves_nothing(demo, tmp_path, monkeypatch, function):
 
 def test_full_disk_keeps_what_was_there(demo, tmp_path, monkeypatch):
     assert demo("--steps", 1).exit_code == 0
-    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    before = contents(tmp_path / "out")
     monkeypatch.setattr(os, "replace", full_disk)
     assert "the disk is full" in one_line(demo("--steps", 2))
-    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert contents(tmp_path / "out") == before
 
 
 def test_out_cannot_be_a_file(demo, text):
@@ -216,6 +253,14 @@ def test_interrupt_before_training(demo, tmp_path, monkeypatch):
     assert names(tmp_path / "out") is None
 
 
+def test_an_interrupted_run_touches_no_other_files(demo, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/sample.txt").write_text("mine")
+    interrupt_after(monkeypatch, 1)
+    assert "stopped after step 1 of 2" in one_line(demo("--steps", 2), code=130)
+    assert (tmp_path / "out/sample.txt").read_text() == "mine"
+
+
 def test_interrupted_report_can_be_resumed(demo, tmp_path, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
@@ -224,8 +269,12 @@ def test_interrupted_report_can_be_resumed(demo, tmp_path, monkeypatch):
         patch.setattr(command, "measure", interrupted)
         assert "the training is saved" in one_line(demo("--steps", 2), code=130)
     assert names(tmp_path / "out") == {"checkpoint.safetensors"}
-    assert demo("--resume").exit_code == 0
+    before = (tmp_path / "out/checkpoint.safetensors").read_bytes()
+    result = demo("--resume")
+    assert result.exit_code == 0
+    assert "all 2 steps are done, only the report is left to make" in result.stdout
     assert names(tmp_path / "out") == FILES
+    assert (tmp_path / "out/checkpoint.safetensors").read_bytes() == before
 
 
 def test_threads_are_put_back(demo):

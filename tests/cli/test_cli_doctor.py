@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,15 +21,22 @@ from anabranch.cli import doctor
 CPU = torch.device("cpu")
 
 
+def anabranch_functions():
+    """Every public name that is an operation's, and the layout that route makes."""
+    return {
+        name for name in anabranch.__all__ if getattr(anabranch, name).__module__.startswith("anabranch.ops.")
+    } | {"ExpertLayout"}
+
+
 def test_output(run):
     result = run("doctor")
     assert result.exit_code == 0
     for shown in (
         anabranch.__version__,
         torch.__version__,
-        "transformers",
+        "safetensors",
         "backends on cpu",
-        "grouped_gemm",
+        *anabranch_functions(),
     ):
         assert shown in result.stdout
     assert "hopper: it runs on CUDA tensors, not on cpu" in result.stdout
@@ -34,6 +45,51 @@ def test_output(run):
 def test_all_operations_run_eagerly():
     assert {"grouped_gemm", "moe_mlp", "rope"} <= set(doctor.operations())
     assert all(doctor.unavailable(op, "eager", CPU) is None for op in doctor.operations())
+
+
+def test_operations_have_functions():
+    assert doctor.functions("multi_gemm") == "dual_gemm, multi_gemm"
+    assert doctor.functions("route") == "ExpertLayout"
+    assert doctor.operations(backends=False) == ["positions"]
+    named = {
+        name
+        for backends in (True, False)
+        for op in doctor.operations(backends)
+        for name in doctor.functions(op).split(", ")
+    }
+    assert named == anabranch_functions()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "known"),
+    [
+        ("ANABRANCH_CHECK_VALUES", "1", True),
+        ("ANABRANCH_CHECK_VALUES", "", True),
+        ("ANABRANCH_CHECK_VALUES", "yes", False),
+        ("ANABRANCH_AUTOTUNE", "again", True),
+        ("ANABRANCH_AUTOTUNE", "maybe", False),
+        ("OMP_WAIT_POLICY", "anything", True),
+    ],
+)
+def test_unknown_values_are_pointed_out(monkeypatch, name, value, known):
+    monkeypatch.setenv(name, value)
+    shown = doctor.machine_facts()[name]
+    assert (shown == value) == known
+    assert known or shown.startswith(f"{value!r} is not a value it knows: unset, or one of 0, 1")
+
+
+def test_packages_are_of_use():
+    """Each optional package is one that the extra installs or that the package itself imports."""
+    sources = [path.read_text() for path in Path(anabranch.__file__).parent.rglob("*.py")]
+    for name in doctor.PACKAGES:
+        assert any(re.search(rf"^\s*(import|from) {name}\b", source, re.MULTILINE) for source in sources), (
+            name
+        )
+
+
+def test_version(run):
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"anabranch {anabranch.__version__}\n")
 
 
 def test_reasons_are_given_once(monkeypatch):
@@ -79,6 +135,16 @@ def test_demo_makes_threads_sleep(monkeypatch, before, restarts):
     assert cli.os.environ["OMP_WAIT_POLICY"] == ("passive" if restarts else "active")
 
 
+def test_demo_runs_where_nothing_may_be_started(monkeypatch):
+    def refused(path, arguments):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(cli.os, "environ", {})
+    monkeypatch.setattr(cli.os, "execv", refused)
+    cli._wait_asleep()
+    assert "OMP_WAIT_POLICY" not in cli.os.environ
+
+
 def test_process(start):
     process = start("--help")
     output, _ = process.communicate(timeout=60)
@@ -94,3 +160,24 @@ def test_output_of_any_encoding(monkeypatch):
     monkeypatch.setattr("anabranch.cli.app.app", lambda: print("\N{REPLACEMENT CHARACTER}", flush=True))
     cli.main()
     assert raw.getvalue() == b"?\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+@pytest.mark.parametrize(("command", "before", "calls"), [
+    ("demo", {}, 2), ("bench", {}, 2), ("doctor", {}, 0), ("bench", {"MALLOC_ARENA_MAX": "1"}, 0),
+])  # fmt: skip
+def test_freed_memory_is_kept_where_steps_are_timed(command, before, calls, monkeypatch):
+    from anabranch.cli import app
+
+    asked = []
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
+        monkeypatch.delenv(name)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    library = SimpleNamespace(mallopt=lambda *what: asked.append(what))
+    monkeypatch.setattr(cli.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(cli, "_wait_asleep", lambda: None)
+    monkeypatch.setattr(cli.sys, "argv", ["anabranch", command])
+    monkeypatch.setattr(app, "app", lambda: None)
+    cli.main()
+    assert len(asked) == calls

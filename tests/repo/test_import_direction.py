@@ -24,7 +24,6 @@ LAYERS = (
     ("call", "autograd"),
     ("api", "explain"),
     ("nn",),
-    ("distributed",),
     ("interop",),
     ("cli",),
 )
@@ -33,7 +32,7 @@ LAYER = {kind: layer for layer, kinds in enumerate(LAYERS) for kind in kinds}
 # Name below the package (a package's ends in a dot) -> kind, None: the first group. The first match counts.
 KINDS = (
     (
-        r"(errors|layout|epilogues|tuning|_backends|dispatch|explain|nn|distributed|interop|cli|testing)(\..*)?",
+        r"(errors|layout|epilogues|tuning|_backends|dispatch|explain|nn|interop|cli|testing)(\..*)?",
         None,
     ),
     (r"ops\.[a-z_]+\.backends\..*", "backend"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import io
 import os
@@ -21,6 +22,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # text to show may hold what a terminal's encoding lacks
     if sys.argv[1:2] == ["demo"]:
         _wait_asleep()
+    if sys.argv[1:2] in (["demo"], ["bench"]):
+        _keep_freed_memory()
     from anabranch.cli.app import app
 
     app()
@@ -35,4 +38,24 @@ def _wait_asleep() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ and sys.platform == "linux":
         os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        try:
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        except OSError:  # this user may not start it: slower, on busy cores, is better than not at all
+            del os.environ["OMP_WAIT_POLICY"]
+
+
+def _keep_freed_memory() -> None:
+    """Lets the C library keep memory that is freed, unless the user's environment says how it is to behave.
+
+    By default glibc hands large tensors back to the system, and every step's gradients are paged in anew: on a virtual
+    machine that was up to half of a training step of the benchmark. Whoever trains on a CPU has this set, or another
+    allocator.
+    """
+    chosen = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
+    if sys.platform != "linux" or chosen:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(mmap_threshold, 2**30)
+        mallopt(trim_threshold, 2**31 - 1)

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+import anabranch
 from anabranch.cli.failure import Failure
 
 app = typer.Typer(
     name="anabranch",
-    help="Mixture-of-experts operations for PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -21,20 +21,48 @@ app = typer.Typer(
 INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 
 
+def show_version(asked: bool) -> None:
+    """Prints the version and ends, if asked."""
+    if asked:
+        typer.echo(f"anabranch {anabranch.__version__}")
+        raise typer.Exit
+
+
 def fail(error: Exception, code: int = 1) -> typer.Exit:
     """Prints an error as one line on stderr; to be raised."""
     typer.echo(f"anabranch: {' '.join(str(error).split())}", err=True)
     return typer.Exit(code)
 
 
+# Typer's own check of a path would fail in a box: readable=False leaves it to the command, which fails in one line.
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Mixture-of-experts operations for PyTorch."""
+
+
 @app.command()
 def demo(
     text: Annotated[
         Path | None,
-        typer.Option(help="A file or folder to train on; the Python standard library if left out."),
+        typer.Option(
+            help="A file or folder to train on; the Python standard library if left out.", readable=False
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the checkpoint and the report.")] = Path("runs/demo"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the checkpoint in --out.")] = False,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder of the checkpoint and the report; a new run replaces one in it.", readable=False
+        ),
+    ] = Path("runs/demo"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, if it was interrupted.")
+    ] = False,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Number of steps, instead of as many as fit into --seconds.")
     ] = None,
@@ -73,7 +101,9 @@ def bench(
     case: Annotated[
         str | None, typer.Option(help="A named shape; one fit for the device if left out.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of bench.json and bench.png.")] = Path("runs/bench"),
+    out: Annotated[Path, typer.Option(help="Folder of bench.json and bench.png.", readable=False)] = Path(
+        "runs/bench"
+    ),
     threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads.")] = 2,
     rounds: Annotated[int, typer.Option(min=3, help="How many times each variant is timed.")] = 30,
 ) -> None:
@@ -98,7 +128,8 @@ def tune(
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     device: Annotated[str | None, typer.Option(help="A CUDA device.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A table to add the results to, as the package ships them.")
+        Path | None,
+        typer.Option(help="A table to add the results to, as the package ships them.", readable=False),
     ] = None,
 ) -> None:
     """Search for the fastest tiles on this GPU, check each one's numbers, and store what is found."""

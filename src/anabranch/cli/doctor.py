@@ -17,6 +17,7 @@ import anabranch
 import anabranch.ops
 from anabranch.cli import machine
 from anabranch.dispatch import ORDER, unavailable
+from anabranch.tuning.lookup import MODES
 
 PACKAGES = {
     "triton": "the triton and hopper backends",
@@ -24,9 +25,6 @@ PACKAGES = {
     "rich": "the command line",
     "matplotlib": "the command line",
     "safetensors": "the command line",
-    "transformers": "interop with transformers",
-    "peft": "interop with peft",
-    "torchtitan": "interop with torchtitan",
 }
 """Optional packages, and what needs them."""
 
@@ -40,17 +38,27 @@ SWITCHES = (
 )
 """Environment variables that matter, shown where they are set."""
 
+KNOWN = {"ANABRANCH_AUTOTUNE": MODES, "ANABRANCH_CHECK_VALUES": ("0", "1")}
+"""The values that mean something, of variables with few of them; an empty one is as good as none."""
+
+NAMED_OTHERWISE = {"route": "ExpertLayout"}
+"""What users call the operations that no public function is named after."""
+
 
 def show_doctor(console: Console) -> None:
     """Prints everything."""
     console.print(_table("this machine", machine_facts()))
     console.print(_table("packages", package_facts()))
     for device in devices():
-        usable = Table("operation", *ORDER, title=f"backends on {device}", title_justify="left")
+        usable = Table("operation", "functions", *ORDER, title=f"backends on {device}", title_justify="left")
         for op in operations():
             cells = (unavailable(op, backend, device) for backend in ORDER)
-            usable.add_row(op, *("[green]usable[/]" if cell is None else "[dim]no[/]" for cell in cells))
+            marks = ("[green]usable[/]" if cell is None else "[dim]no[/]" for cell in cells)
+            usable.add_row(op, functions(op), *marks)
         console.print(usable)
+        for op in operations(backends=False):
+            text = f"  {op} ({functions(op)}): plain PyTorch on any device, no backends"
+            console.print(text, highlight=False, soft_wrap=True, markup=False)
         for backend in ORDER:
             for reason, ops in reasons(backend, device).items():
                 which = "" if len(ops) == len(operations()) else f" ({', '.join(ops)})"
@@ -75,8 +83,16 @@ def machine_facts() -> dict[str, str]:
             facts[f"cuda:{index}"] = f"{name}, compute capability {major}.{minor}"
     else:
         facts["GPU"] = "torch sees none"
-    facts |= {name: os.environ[name] for name in SWITCHES if name in os.environ}
+    facts |= {name: switch(name, os.environ[name]) for name in SWITCHES if name in os.environ}
     return facts
+
+
+def switch(name: str, value: str) -> str:
+    """The value of an environment variable, and what is wrong with it."""
+    known = KNOWN.get(name)
+    if known is None or value in ("", *known):
+        return value
+    return f"{value!r} is not a value it knows: unset, or one of {', '.join(known)}"
 
 
 def package_facts() -> dict[str, str]:
@@ -97,13 +113,21 @@ def devices() -> Iterator[torch.device]:
         yield from (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
 
 
-def operations() -> list[str]:
-    """The ops that have backends."""
+def operations(backends: bool = True) -> list[str]:
+    """The ops that have backends, or those that have none."""
     return sorted(
         module.name
         for module in pkgutil.iter_modules(anabranch.ops.__path__)
-        if module.ispkg and importlib.util.find_spec(f"anabranch.ops.{module.name}.backends")
+        if module.ispkg
+        and (importlib.util.find_spec(f"anabranch.ops.{module.name}.backends") is not None) == backends
     )
+
+
+def functions(op: str) -> str:
+    """The public names of an operation."""
+    home = f"anabranch.ops.{op}.api"
+    names = [name for name in anabranch.__all__ if getattr(anabranch, name).__module__ == home]
+    return ", ".join(names) or NAMED_OTHERWISE.get(op, op)
 
 
 def reasons(backend: str, device: torch.device) -> dict[str, list[str]]:

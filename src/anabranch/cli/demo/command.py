@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import shlex
 import shutil
@@ -24,10 +25,10 @@ from anabranch.cli.demo.data import Corpus, load_corpus
 from anabranch.cli.demo.measure import measure
 from anabranch.cli.demo.model import count_parameters
 from anabranch.cli.demo.progress import TrainingProgress
-from anabranch.cli.demo.report import Summary, show_report, write_report
+from anabranch.cli.demo.report import FILES, SUMMARY, Summary, show_report, write_report
 from anabranch.cli.demo.sample import sample
 from anabranch.cli.demo.train import Trainer, affordable_steps, calibrate
-from anabranch.cli.failure import Failure
+from anabranch.cli.failure import Failure, writing
 from anabranch.cli.files import check_room
 
 SAMPLE_BYTES = 300
@@ -79,8 +80,8 @@ def on_interrupt() -> Iterator[Stop]:
         signal.signal(signal.SIGINT, before)
 
 
-def run_demo(options: Options, console: Console, config: Config = Config()) -> Summary:  # noqa: B008 - frozen
-    """Trains, or goes on training, and reports.
+def run_demo(options: Options, console: Console, config: Config = Config()) -> Summary | None:  # noqa: B008 - frozen
+    """Trains, or goes on training, and reports; None if all of that had been done before.
 
     Raises:
         Failure: something the user can put right.
@@ -92,9 +93,12 @@ def run_demo(options: Options, console: Console, config: Config = Config()) -> S
     try:
         with on_interrupt() as stop:
             if options.resume:
-                trainer, text = _resumed(options, device, console)
+                run = _resumed(options, device, console)
             else:
-                trainer, text = _started(options, device, console, config, begin, stop)
+                run = _started(options, device, console, config, begin, stop)
+            if run is None:
+                return None
+            trainer, text = run
             rate = _train(trainer, text, options.out, console, stop)
         return _finish(trainer, options.out, console, rate, begin)
     finally:
@@ -111,6 +115,7 @@ def _started(
     total, active = count_parameters(trainer.model, config)
     # Rather now than after the training.
     check_room(options.out / checkpoint.NAME, STATE_BYTES * total)
+    _warn_of_earlier(console, options.out)
     experts = f"{config.experts} experts, top-{config.top_k}"
     _say(console, f"model: {total:,} parameters, {active:,} active, {experts}; {_place(device)}")
     if options.steps is not None:
@@ -125,37 +130,61 @@ def _started(
     return trainer, options.text
 
 
-def _resumed(options: Options, device: torch.device, console: Console) -> tuple[Trainer, Path | None]:
+def _resumed(options: Options, device: torch.device, console: Console) -> tuple[Trainer, Path | None] | None:
+    """The run in the folder where it stopped, or None if nothing of it is left to do."""
     saved = checkpoint.load(options.out / checkpoint.NAME)
     for name, asked, kept in (("steps", options.steps, saved.steps), ("seed", options.seed, saved.seed)):
         if asked not in (None, kept):
             raise Failure(f"--{name} {asked}: {saved.path} is of a run with --{name} {kept}, which is fixed")
+    trained = saved.step >= saved.steps
+    # The report is of the checkpoint beside it: saving one removes another's.
+    reported = trained and (options.out / SUMMARY).is_file()
     text = options.text or (Path(saved.text) if saved.text else None)
     _set_threads(options.threads or saved.threads)
-    corpus = load_corpus(text, saved.config.context)
-    if corpus.fingerprint != saved.fingerprint:
-        raise Failure(f"{saved.path} was trained on other text than {corpus.name} holds now")
+    if reported:
+        if options.text is not None:  # otherwise nobody needs the text, and it may be gone
+            _same_corpus(saved, options.text)
+        _say(console, f"finished: all {saved.steps} steps are done, nothing left to train")
+        _say_where(console, options.out)
+        return None
+    corpus = _same_corpus(saved, text)
     trainer = Trainer(saved.config, corpus, saved.seed, device)
     saved.restore(trainer)
-    _say(console, f"going on after step {saved.step} of {saved.steps}; {_place(device)}")
+    if trained:
+        _say(console, f"all {saved.steps} steps are done, only the report is left to make; {_place(device)}")
+    else:
+        _say(console, f"going on after step {saved.step} of {saved.steps}; {_place(device)}")
     if torch.get_num_threads() != saved.threads or device.type != saved.device:
         before = f"{saved.device} with {saved.threads} threads"
         _say(console, f"note: saved on {before}; the last bits will differ from those of an unbroken run")
     return trainer, text
 
 
+def _same_corpus(saved: checkpoint.Checkpoint, text: Path | None) -> Corpus:
+    corpus = load_corpus(text, saved.config.context)
+    if corpus.fingerprint != saved.fingerprint:
+        raise Failure(f"{saved.path} was trained on other text than {corpus.name} holds now")
+    return corpus
+
+
 def _train(trainer: Trainer, text: Path | None, out: Path, console: Console, stop: Stop) -> float | None:
     """Trains to the end and saves; returns tokens per second, or None if there was nothing left to do."""
     path, threads, start = out / checkpoint.NAME, torch.get_num_threads(), trainer.step
     tokens = trainer.config.tokens_per_step
-    with TrainingProgress(console, start, trainer.steps, tokens) as progress:
+    if start >= trainer.steps:
+        return None
+    with TrainingProgress(console, trainer.history.train, trainer.steps, tokens) as progress:
         finished = trainer.run(progress.advance, stop)
         rate = progress.tokens_per_second
-    if trainer.step > start:
-        checkpoint.save(path, trainer, text, threads)
+    # The report of an earlier run; where there was none, other files of those names are the user's.
+    stale = FILES if path.is_file() else (SUMMARY,)
+    checkpoint.save(path, trainer, text, threads)
+    for name in stale:
+        with writing(out / name):
+            (out / name).unlink(missing_ok=True)
     if not finished:
         raise Interrupted(f"stopped after step {trainer.step} of {trainer.steps}; go on with: {_again(out)}")
-    return rate if trainer.step > start else None
+    return rate
 
 
 def _finish(trainer: Trainer, out: Path, console: Console, rate: float | None, begin: float) -> Summary:
@@ -190,8 +219,20 @@ def _finish(trainer: Trainer, out: Path, console: Console, rate: float | None, b
     except KeyboardInterrupt:
         raise Interrupted(f"the training is saved, the report is not; for it: {_again(out)}") from None
     show_report(console, summary, text)
-    _say(console, f"{out}: {checkpoint.NAME}, summary.json, sample.txt, loss.png, experts.png")
+    _say_where(console, out)
     return summary
+
+
+def _warn_of_earlier(console: Console, out: Path) -> None:
+    path = out / checkpoint.NAME
+    if path.is_file():
+        saved = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)
+        what = f"this replaces the run of {saved:%Y-%m-%d %H:%M} UTC in {out}, checkpoint included"
+        _say(console, f"note: {what}; --resume would go on with it, another --out keeps it")
+
+
+def _say_where(console: Console, out: Path) -> None:
+    _say(console, f"{out}: {', '.join((checkpoint.NAME, *FILES))}")
 
 
 def _set_threads(threads: int) -> None:
@@ -216,10 +257,14 @@ def _place(device: torch.device) -> str:
 
 
 def _say_corpus(console: Console, corpus: Corpus) -> None:
-    left_out = f", {corpus.skipped} left out as unreadable or not text" if corpus.skipped else ""
-    size, held_out = len(corpus.train) / 1e6, len(corpus.validation) / 1e6
-    files = f"{corpus.files} file{'s' if corpus.files > 1 else ''}{left_out}"
-    _say(console, f"text: {corpus.name}, {files}; {size:.1f} MB to train on, {held_out:.2f} MB held out")
+    def size(count: int) -> str:
+        return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
+
+    files = f"{corpus.files} file{'s' if corpus.files > 1 else ''}"
+    sizes = f"{size(len(corpus.train))} to train on, {size(len(corpus.validation))} held out"
+    _say(console, f"text: {corpus.name}, {files}; {sizes}")
+    if why := str(corpus.left_out):
+        _say(console, f"left out: {why}")
 
 
 def _say(console: Console, text: str) -> None:

@@ -22,6 +22,25 @@ HELD_OUT = 20  # one file in this many, or this share of a single text
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "node_modules"}
 
 
+@dataclass
+class LeftOut:
+    """How much of a folder was not taken, and why."""
+
+    not_text: int = 0
+    files: int = 0
+    """That could not be read."""
+    folders: int = 0
+    """That could not be listed."""
+
+    def __str__(self) -> str:
+        reasons = (
+            (self.not_text, "file is not text", "files are not text"),
+            (self.files, "file could not be read", "files could not be read"),
+            (self.folders, "folder could not be read", "folders could not be read"),
+        )
+        return ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in reasons if count)
+
+
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """Text as bytes, and where it came from."""
@@ -30,7 +49,7 @@ class Corpus:
     train: Tensor
     validation: Tensor
     files: int
-    skipped: int
+    left_out: LeftOut
 
     @property
     def fingerprint(self) -> str:
@@ -57,7 +76,7 @@ def load_corpus(text: Path | None, context: int) -> Corpus:
     """
     root = text or Path(sysconfig.get_paths()["stdlib"])
     name = str(text) if text else "the Python standard library"
-    parts, skipped = _read(root, "*.py" if text is None else "*")
+    parts, left_out = _read(root, "*.py" if text is None else "*")
     # Four windows to measure on, and a first byte that is only ever context.
     least_held_out = 4 * context + 1
     total = sum(map(len, parts))
@@ -66,38 +85,46 @@ def load_corpus(text: Path | None, context: int) -> Corpus:
             f"{name} holds {total:,} bytes of text; the demo needs at least {HELD_OUT * least_held_out:,}"
         )
     train, held_out = _split(parts, least_held_out)
-    return Corpus(name, _tensor(train), _tensor(held_out), len(parts), skipped)
+    return Corpus(name, _tensor(train), _tensor(held_out), len(parts), left_out)
 
 
-def _read(root: Path, pattern: str) -> tuple[list[bytes], int]:
-    """The non-empty texts at ``root``, and how many files were left out as unreadable or not text."""
+def _read(root: Path, pattern: str) -> tuple[list[bytes], LeftOut]:
+    """The non-empty texts at ``root``, and what was left out."""
     if not os.path.lexists(root):
         raise Failure(f"there is no file or folder {root}")
-    if not root.is_dir():
+    try:
+        if root.is_dir():
+            os.listdir(root)  # a folder inside may be closed to us, this one may not
+            return _read_folder(root, pattern)
+        data = _read_start(root, TRAIN_CAP + VALIDATION_CAP) if root.is_file() else None
+    except OSError as error:
+        raise Failure(f"cannot read {root}: {error.strerror or error}") from error
+    if data is None or not _is_text(data):
+        raise Failure(f"{root} is not a text file")
+    return [data] if data.strip() else [], LeftOut()
+
+
+def _read_folder(root: Path, pattern: str) -> tuple[list[bytes], LeftOut]:
+    parts: list[bytes] = []
+    left_out, left = LeftOut(), TRAIN_CAP + VALIDATION_CAP
+    for path in _files(root, pattern, left_out):
         try:
-            data = _read_start(root, TRAIN_CAP + VALIDATION_CAP) if root.is_file() else None
-        except OSError as error:
-            raise Failure(f"cannot read {root}: {error.strerror or error}") from error
-        if data is None or not _is_text(data):
-            raise Failure(f"{root} is not a text file")
-        return [data] if data.strip() else [], 0
-    parts, skipped, left = [], 0, TRAIN_CAP + VALIDATION_CAP
-    for path in _files(root, pattern):
-        try:
-            data = _read_start(path, left)
+            # Unlike an entry's is_file() no error in a loop of links.
+            data = _read_start(path, left) if path.is_file() else b""
         except OSError:
-            skipped += 1
+            left_out.files += 1
             continue
         if not _is_text(data):
-            skipped += 1
+            left_out.not_text += 1
         elif data.strip():
             parts.append(data)
             left -= len(data)
         if left <= 0:
             break
     if not parts:
-        raise Failure(f"{root} holds no readable text file")
-    return parts, skipped
+        why = str(left_out)
+        raise Failure(f"{root} holds no readable text file" + (f": {why}" if why else ""))
+    return parts, left_out
 
 
 def _read_start(path: Path, most: int) -> bytes:
@@ -106,17 +133,19 @@ def _read_start(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def _files(root: Path, pattern: str) -> Iterator[Path]:
+def _files(root: Path, pattern: str, left_out: LeftOut) -> Iterator[Path]:
+    """What may be files below ``root``, in an order that does not depend on the file system."""
     try:
-        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+        entries = sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in os.scandir(root))
     except OSError:
+        left_out.folders += 1
         return
-    for entry in entries:
-        path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False):
-            if entry.name not in SKIPPED_FOLDERS and not entry.name.startswith("."):
-                yield from _files(path, pattern)
-        elif path.is_file() and path.match(pattern):  # unlike entry.is_file() no error in a loop of links
+    for name, is_folder in entries:
+        path = root / name
+        if is_folder:
+            if name not in SKIPPED_FOLDERS and not name.startswith("."):
+                yield from _files(path, pattern, left_out)
+        elif path.match(pattern):
             yield path
 
 

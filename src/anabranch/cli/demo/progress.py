@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 LINES = 20  # where there is no terminal, a line this many times a run
+MEAN_OF = 20  # steps, and fewer at the start, where the loss falls so fast that more of them would lag
+
+
+def running_mean(losses: Sequence[float]) -> tuple[float, int]:
+    """The mean of the last fifth of the losses, of at most MEAN_OF; and of how many that is."""
+    count = min(MEAN_OF, max(1, len(losses) // 5))
+    return statistics.fmean(losses[-count:]), count
 
 
 class TrainingProgress:
     """A bar with loss, tokens/s and time left; plain lines where the output is no terminal."""
 
-    def __init__(self, console: Console, start: int, steps: int, tokens_per_step: int) -> None:
-        self.console, self.start, self.steps, self.tokens = console, start, steps, tokens_per_step
-        self.done, self.bits = start, 0.0
+    def __init__(self, console: Console, losses: Sequence[float], steps: int, tokens_per_step: int) -> None:
+        """``losses`` has those of the steps made, and grows with them."""
+        self.console, self.losses, self.steps, self.tokens = console, losses, steps, tokens_per_step
+        self.start = self.done = len(losses)
         self.begin = time.perf_counter()
         self.progress = Progress(
-            TextColumn("training"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.completed}/{task.total}  {task.fields[figures]}"),
             console=console,
             disable=not console.is_terminal,
             expand=True,
         )
-        self.task = self.progress.add_task("training", total=steps, completed=start, figures="")
+        self.task = self.progress.add_task("training", total=steps, completed=self.start, figures="")
 
     def __enter__(self) -> TrainingProgress:
         self.progress.start()
@@ -43,15 +51,15 @@ class TrainingProgress:
         """Since the start of this run."""
         return (self.done - self.start) * self.tokens / max(time.perf_counter() - self.begin, 1e-9)
 
-    def advance(self, bits: float) -> None:
+    def advance(self) -> None:
         """Takes note of one more step."""
-        # Smoothed as much as keeps the figure readable.
-        self.bits = bits if self.done == self.start else 0.95 * self.bits + 0.05 * bits
-        self.done += 1
+        self.done = len(self.losses)
+        bits, count = running_mean(self.losses)
         rate = self.tokens_per_second
         left = (self.steps - self.done) * self.tokens / rate
         clock = f"{int(left) // 60}:{int(left) % 60:02d}"
-        figures = f"{self.bits:.3f} bits/byte  {rate:,.0f} tokens/s  {clock} left"
+        mean = f"mean of {count} step{'s' if count > 1 else ''}"
+        figures = f"{bits:.3f} bits/byte ({mean})  {rate:,.0f} tokens/s  {clock} left"
         self.progress.update(self.task, completed=self.done, figures=figures)
         if not self.console.is_terminal and (
             self.done == self.steps or self.done % max(1, self.steps // LINES) == 0

@@ -17,12 +17,22 @@ from anabranch.cli.demo.config import Config
 from anabranch.cli.demo.train import History
 from anabranch.cli.files import write_aside, write_json
 
-INK, MUTED, TRAIN, VALIDATION = "#1b2a33", "#9aa7ae", "#8fb8c9", "#0b6e8a"
+SUMMARY = "summary.json"
+FILES = (SUMMARY, "sample.txt", "loss.png", "experts.png")
+"""What the report is made of."""
+
+ON_RATIO = (
+    "ratio: with layers as small as these a plain loop can be as fast on a CPU; "
+    "how larger ones fare is in docs/perf/cpu.md"
+)
+
+INK, MUTED, TRAIN, VALIDATION, WHOLE = "#1b2a33", "#9aa7ae", "#8fb8c9", "#0b6e8a", "#c8553d"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """summary.json. Ratios and shares are of medians measured in this run."""
+    """summary.json. Ratios and shares are of medians measured in this run, which is what ``seconds`` and
+    ``tokens_per_second`` are of too: of one that was interrupted, the part since it was resumed."""
 
     val_bits_per_byte: float
     zlib_bits_per_byte: float
@@ -57,7 +67,7 @@ def write_report(
     write_aside(out / "loss.png", lambda path: curve.savefig(path, format="png"))
     write_aside(out / "experts.png", lambda path: heat.savefig(path, format="png"))
     write_aside(out / "sample.txt", lambda path: path.write_text("".join(sample), encoding="utf-8"))
-    write_json(out / "summary.json", asdict(summary))
+    write_json(out / SUMMARY, asdict(summary))
 
 
 def show_report(console: Console, summary: Summary, sample: tuple[str, str]) -> None:
@@ -67,7 +77,7 @@ def show_report(console: Console, summary: Summary, sample: tuple[str, str]) -> 
     table.add_column(style="dim")
     table.add_column(justify="right")
     rows = {
-        "validation": f"{summary.val_bits_per_byte:.3f} bits/byte",
+        "validation (lower is better)": f"{summary.val_bits_per_byte:.3f} bits/byte",
         "zlib on the same bytes": f"{summary.zlib_bits_per_byte:.3f} bits/byte",
         "parameters, total": f"{summary.parameters_total:,}",
         "parameters, active per token": f"{summary.parameters_active:,}",
@@ -81,6 +91,8 @@ def show_report(console: Console, summary: Summary, sample: tuple[str, str]) -> 
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+    if summary.device == "cpu":
+        console.print(ON_RATIO, highlight=False, soft_wrap=True)
 
 
 def loss_curve(summary: Summary, history: History, config: Config) -> Figure:
@@ -90,16 +102,17 @@ def loss_curve(summary: Summary, history: History, config: Config) -> Figure:
     seen = [step * config.tokens_per_step / 1e6 for step in range(1, len(losses) + 1)]
     axes.plot(seen, losses, color=TRAIN, linewidth=0.8, alpha=0.7, label="training, each step")
     checks = [(step * config.tokens_per_step / 1e6, value) for step, value in history.validation]
-    checks.append((seen[-1], summary.val_bits_per_byte))
-    axes.plot(*zip(*checks, strict=True), color=VALIDATION, marker="o", markersize=4, label="validation")
-    axes.annotate(
-        f"{summary.val_bits_per_byte:.2f}",
-        checks[-1],
-        xytext=(6, 0),
-        textcoords="offset points",
-        va="center",
-        color=VALIDATION,
-        fontweight="bold",
+    label = "validation, the same part each time"
+    axes.plot(*zip(*checks, strict=True), color=VALIDATION, marker="o", markersize=4, label=label)
+    # No point of the curve: these are other bytes, easier or harder ones.
+    axes.plot(
+        [seen[-1]],
+        [summary.val_bits_per_byte],
+        color=WHOLE,
+        linestyle="none",
+        marker="D",
+        markersize=6,
+        label=f"validation, all of it: {summary.val_bits_per_byte:.2f}",
     )
     axes.axhline(
         summary.zlib_bits_per_byte,

@@ -66,14 +66,15 @@ class Trainer:
             raise Failure(f"the loss of step {self.step} is not finite; try another --seed")
         return found
 
-    def run(self, report: Callable[[float], None], stop: Callable[[], bool]) -> bool:
+    def run(self, report: Callable[[], None], stop: Callable[[], bool]) -> bool:
         """Trains to the end, or until ``stop`` says so after a step; returns whether it got to the end."""
         every = max(1, self.steps // CHECKS)
         while self.step < self.steps:
             self.history.train.append(self.train_step())
-            if self.step % every == 0 and self.step < self.steps:
+            # The last step too, so that every point of the curve is of the same bytes.
+            if self.step % every == 0 or self.step == self.steps:
                 self.history.validation.append((self.step, self.evaluate(CHECK_WINDOWS)[0]))
-            report(self.history.train[-1])
+            report()
             if stop() and self.step < self.steps:
                 return False
         return True
@@ -119,7 +120,7 @@ def calibrate(config: Config, corpus: Corpus, device: torch.device, stop: Callab
 
 def affordable_steps(config: Config, corpus: Corpus, seconds: float, step: float) -> int:
     """How many steps fit into ``seconds``, with the validation and the report at the end."""
-    validated = len(corpus.validation) + CHECKS * CHECK_WINDOWS * config.context
+    validated = len(corpus.validation) + (CHECKS + 1) * CHECK_WINDOWS * config.context
     # A forward is a third of a step; the report takes some thirty steps' time to compare and to write text.
     left = seconds - step * (validated / config.tokens_per_step / 3 + 32)
     return max(20, int(min(config.max_steps, left / step)))
