@@ -1,5 +1,7 @@
 """The errors anabranch raises, all worded alike: ``op: argument: expected ..., got ...``."""
 
+from torch.compiler import is_dynamo_compiling
+
 __all__ = ["ArgumentError", "ArgumentTypeError", "UnsupportedError"]
 
 
@@ -7,7 +9,11 @@ class _Worded(Exception):  # noqa: N818 - the three below are the errors
     """What the three errors share: how they are made, and that they can be pickled."""
 
     def __init__(self, op: str, argument: str, *, expected: str, got: object) -> None:
-        super().__init__(f"{op}: {argument}: expected {expected}, got {got}")
+        text = f"{op}: {argument}: expected {expected}, got {got}"
+        if is_dynamo_compiling():
+            # A compiler reports the arguments of the constructor, so it gets one whose argument is the text.
+            raise _TRACED[type(self)](text)
+        super().__init__(text)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _again, (type(self), str(self))
@@ -29,3 +35,10 @@ class ArgumentTypeError(_Worded, TypeError):
 
 class UnsupportedError(_Worded, NotImplementedError):
     """The call is well formed, but what was asked for cannot serve it here."""
+
+
+_TRACED: dict[type[Exception], type[Exception]] = {
+    kind: type(kind.__name__, (kind,), {"__init__": Exception.__init__, "__doc__": kind.__doc__})
+    for kind in (ArgumentError, ArgumentTypeError, UnsupportedError)
+}
+"""Each error as traced code raises it: made of its text alone. None of them outlives the trace."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -65,10 +66,15 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         ArgumentError: fn is not such an operation, or what fn itself raises for the arguments.
     """
-    name = getattr(fn, "__name__", repr(fn))
+    name = getattr(fn, "__name__", None) or type(fn).__name__
     op, bind = _find(getattr(fn, "__module__", None) or "", name)
     if bind is None:
         raise ArgumentError("explain", "fn", expected="an operation of anabranch that has backends", got=name)
+    try:
+        inspect.signature(bind).bind(*args, **kwargs)
+    except TypeError as error:
+        # In place of what Python would say of the function that validates, which is not the user's.
+        raise TypeError(f"{name}() {error}") from None
     call = bind(*args, **kwargs)
     backend, refusals = "reference", {}
     loads: dict[str, str] = {}

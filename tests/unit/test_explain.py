@@ -32,6 +32,21 @@ def test_arguments_are_checked_as_the_call_does():
         explain(grouped_gemm, randn(5, 3), randn(1, 4, 3), LAYOUT)
 
 
+def test_arguments_that_are_missing_or_unknown():
+    with pytest.raises(TypeError) as caught:
+        explain(grouped_gemm, randn(2, 3), randn(1, 4, 3))
+    assert str(caught.value) == "grouped_gemm() missing a required argument: 'layout'"
+    with pytest.raises(TypeError, match=r"^grouped_gemm\(\) got an unexpected keyword argument 'rows'"):
+        explain(grouped_gemm, randn(2, 3), randn(1, 4, 3), LAYOUT, rows=2)
+
+
+def test_a_module_goes_by_its_class():
+    with pytest.raises(ArgumentError) as caught:
+        explain(torch.nn.Sequential(torch.nn.Linear(2, 2)), randn(1, 2))
+    expected = "explain: fn: expected an operation of anabranch that has backends, got Sequential"
+    assert str(caught.value) == expected
+
+
 @pytest.mark.parametrize("fn", [torch.mm, rope_index, ExpertLayout.from_topk, explain])
 def test_what_has_no_backends(fn):
     with pytest.raises(

@@ -13,6 +13,7 @@ from anabranch.epilogues import Epilogue, resolve
 from anabranch.ops import checks
 from anabranch.ops.moe_mlp.api import moe_mlp
 from anabranch.ops.moe_mlp.call import check_options
+from anabranch.ops.wording import speaks_of
 
 
 class Experts(nn.Module):
@@ -94,6 +95,7 @@ class Experts(nn.Module):
             if bias is not None:
                 bias.uniform_(-bound, bound)
 
+    @speaks_of(name="Experts")
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """Sends tokens through their experts.
 
@@ -107,6 +109,7 @@ class Experts(nn.Module):
         """
         checks.tensor("Experts", "x", x, "(T, H)", checks.FLOATS)
         checks.shape("Experts", "x", x, x.shape[0], self.hidden_size, means="(T, H)")
+        checks.own_dtype("Experts", "x", x, self.gate_up, "the parameters")
         return moe_mlp(
             x,
             self.gate_up,

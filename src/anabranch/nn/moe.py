@@ -109,6 +109,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, *, return_routing: bool = False) -> Tensor | tuple[Tensor, Routing]:
         """x (..., H) to a tensor of its shape, and with ``return_routing`` the :class:`Routing` as well."""
         checks.last_size("MoE", "x", x, "H", self.hidden_size)
+        checks.own_dtype("MoE", "x", x, self.experts.gate_up, "the experts")
         tokens = x.reshape(-1, self.hidden_size)
         routing = self.router(tokens)
         y = self.experts(tokens, routing.ids, routing.weights)

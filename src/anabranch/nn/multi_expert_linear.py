@@ -12,6 +12,7 @@ from anabranch.dispatch import check_name
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
 from anabranch.ops.multi_gemm.api import multi_gemm
+from anabranch.ops.wording import speaks_of
 
 
 class MultiExpertLinear(nn.Module):
@@ -43,6 +44,7 @@ class MultiExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         check_name("MultiExpertLinear", backend)
+        checks.flag("MultiExpertLinear", bias=bias)
         self.backend = backend
         self.in_features = _sizes("in_features", in_features)
         self.out_features = _sizes("out_features", out_features)
@@ -71,6 +73,7 @@ class MultiExpertLinear(nn.Module):
             if self.biases is not None:
                 self.biases[i].uniform_(-bound, bound)
 
+    @speaks_of(name="MultiExpertLinear")
     def forward(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """One (..., in_i) per expert to one (..., out_i) per expert; any of them may be empty."""
         if not isinstance(xs, (list, tuple)):
@@ -81,6 +84,7 @@ class MultiExpertLinear(nn.Module):
             raise ArgumentError("MultiExpertLinear", "xs", expected=expected, got=len(xs))
         for i, (x, size) in enumerate(zip(xs, self.in_features, strict=True)):
             checks.last_size("MultiExpertLinear", f"xs[{i}]", x, "in", size)
+            checks.own_dtype("MultiExpertLinear", f"xs[{i}]", x, self.weights[i], "the parameters")
         ys = multi_gemm([x.reshape(-1, x.shape[-1]) for x in xs], list(self.weights), backend=self.backend)
         if self.biases is not None:
             ys = [y + bias.to(y.dtype) for y, bias in zip(ys, self.biases, strict=True)]

@@ -16,6 +16,7 @@ from anabranch.ops.rope.api import mrope, rope
 from anabranch.ops.rope.call import PAIRINGS
 from anabranch.ops.rope.operands import check_head_axis, check_positions, check_rotary_dim, check_vectors
 from anabranch.ops.rope.sections import PAIR_ORDERS, check_sections
+from anabranch.ops.wording import speaks_of
 
 
 class Rotary(nn.Module):
@@ -53,6 +54,8 @@ class Rotary(nn.Module):
     ) -> None:
         super().__init__()
         checks.integer("Rotary", "dim", dim, minimum=2)
+        if rotary_dim is None and dim % 2:
+            raise ArgumentError("Rotary", "dim", expected="an even number without rotary_dim", got=dim)
         rotary_dim = check_rotary_dim("Rotary", rotary_dim, dim, "dim")
         if isinstance(base, bool) or not isinstance(base, (int, float)):
             raise ArgumentTypeError("Rotary", "base", expected="a float", got=type(base).__name__)
@@ -86,6 +89,7 @@ class Rotary(nn.Module):
         angles = positions.unsqueeze(-1) * frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
+    @speaks_of(name="Rotary")
     def forward(self, q: Tensor, k: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rotates q and k.
 
@@ -98,7 +102,7 @@ class Rotary(nn.Module):
         Returns:
             (q, k) rotated, in their own shapes and dtype.
         """
-        sizes = check_vectors("Rotary", q, k, self.head_axis)
+        sizes = check_vectors("Rotary", q, k, self.head_axis, positions)
         if sizes.channels != self.dim:
             expected = f"a last dimension D = {self.dim}"
             raise ArgumentError("Rotary", "q", expected=expected, got=f"shape {tuple(q.shape)}")

@@ -57,6 +57,7 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., H) to (..., H)."""
         checks.last_size("SharedExpert", "x", x, "H", self.hidden_size)
+        checks.own_dtype("SharedExpert", "x", x, self.gate_up.weight, "the parameters")
         # In the dtype of h: autograd would keep an fp32 copy of it for the backward.
         h = self.gate_up(x).chunk(self.activation.columns, dim=-1)
         y: Tensor = self.down(self.activation.forward(*h))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.layout import ExpertLayout
+from anabranch.ops.precision import autocasts
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -40,11 +41,19 @@ def dense(op: str, argument: str, value: object, shapes: str, dtypes: Sequence[t
         raise ArgumentTypeError(op, argument, expected=expected, got=name(value.dtype))
 
 
-def shape(op: str, argument: str, value: Tensor, *sizes: int, means: str) -> None:
-    """Demands exact sizes; ``means`` says in letters where they come from."""
+def shape(
+    op: str, argument: str, value: Tensor, *sizes: int, means: str, fits: Callable[[], str] | None = None
+) -> None:
+    """Demands exact sizes; ``means`` says in letters where they come from.
+
+    ``fits`` is asked what a wrong shape would be right for; with no answer, "", the error says no more.
+    """
     if tuple(value.shape) != sizes:
         expected = f"shape {means} = ({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
-        raise ArgumentError(op, argument, expected=expected, got=f"shape {tuple(value.shape)}")
+        got = f"shape {tuple(value.shape)}"
+        if fits is not None and (other := fits()):
+            got = f"{got}, which fits {other}"
+        raise ArgumentError(op, argument, expected=expected, got=got)
 
 
 def last_size(op: str, argument: str, value: object, letter: str, size: int) -> None:
@@ -60,6 +69,15 @@ def same_dtype(op: str, argument: str, value: Tensor, like: Tensor, like_name: s
     """Demands the dtype of another argument."""
     if value.dtype != like.dtype:
         expected = f"{like_name}'s dtype {name(like.dtype)}"
+        raise ArgumentTypeError(op, argument, expected=expected, got=name(value.dtype))
+
+
+def own_dtype(op: str, argument: str, value: Tensor, like: Tensor, owner: str) -> None:
+    """Demands the dtype of a module's parameters, unless autocast makes them one (it leaves fp64 alone)."""
+    if value.dtype == like.dtype:
+        return
+    if torch.float64 in (value.dtype, like.dtype) or not autocasts(value.device):
+        expected = f"{owner}' dtype {name(like.dtype)}"
         raise ArgumentTypeError(op, argument, expected=expected, got=name(value.dtype))
 
 
@@ -118,12 +136,17 @@ def needs_grad(*values: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in values)
 
 
-def no_gradient_through(op: str, argument: str, *values: Tensor | None) -> None:
+def no_gradient_through(op: str, argument: str, /, **values: Tensor | None) -> None:
     """Demands that nobody needs a gradient: an operator that mutates has none. Nor does it take lazy negation."""
-    if not torch.compiler.is_compiling() and any(v is not None and v.is_neg() for v in values):
-        # PyTorch's own fallback for these fails in a mutating operator, over an argument that is None.
-        got = "one of a view such as .conj().imag; use resolve_neg()"
-        raise ArgumentError(op, argument, expected="no tensor whose sign is yet to be turned", got=got)
-    if needs_grad(*values):
-        expected = "no tensor that requires grad (a mutating call has no gradient)"
-        raise ArgumentError(op, argument, expected=expected, got="one that does; use torch.no_grad()")
+    for which, value in values.items():
+        if value is None:
+            continue
+        if not torch.compiler.is_compiling() and value.is_neg():
+            # PyTorch's own fallback for these fails in a mutating operator, over an argument that is None.
+            got = f"{which}, from a view such as .conj().imag; use resolve_neg()"
+            raise ArgumentError(op, argument, expected="no tensor whose sign is yet to be turned", got=got)
+        if needs_grad(value):
+            expected = "no tensor that requires grad (a mutating call has no gradient)"
+            raise ArgumentError(
+                op, argument, expected=expected, got=f"{which}, which does; use torch.no_grad()"
+            )

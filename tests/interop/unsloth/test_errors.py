@@ -43,6 +43,11 @@ CASES = [
         "X: expected shape (num_tokens, W's K) = (6, 16), got shape (6, 15)",
     ),
     (
+        dict(W=randn(E, K, N)),
+        ValueError,
+        "X: expected shape (num_tokens, W's K) = (6, 8), got shape (6, 16)",
+    ),
+    (
         dict(X=randn(T - 1, K)),
         ValueError,
         "gather_indices: expected shape (total_tokens,) = (10,), got shape (12,)",
@@ -109,6 +114,12 @@ def test_grouped_gemm(change, error, message):
     refuses(grouped_gemm, GOOD | change, error, message, "grouped_gemm")
     if "dX_only" not in change:
         refuses(grouped_gemm_forward, GOOD | change, error, message, "grouped_gemm_forward")
+
+
+def test_no_option_of_another_interface_is_named():
+    """grouped_gemm would say transpose_weight=True, which is none of this interface's."""
+    with pytest.raises(ValueError, match=r"W's K\) = \(6, 8\), got shape \(6, 16\)$"):
+        grouped_gemm(**GOOD | dict(W=randn(E, K, N)))
 
 
 @pytest.mark.parametrize(("change", "error", "message"), FUSED_CASES)

@@ -47,6 +47,16 @@ CASES = {
         ValueError,
         r"weight_expert0: expected shape \(n, input_expert0's k\) = \(6, 6\), got shape \(6, 3\)",
     ),
+    "all_transposed": (
+        lambda: GMM(X, X, WIDE.T, WIDE.T),
+        ValueError,
+        r"= \(6, 6\), got shape \(3, 6\), which fits trans_b=True$",
+    ),
+    "none_transposed": (
+        lambda: ops.asym_dual_gmm(X, X, WIDE, WIDE, trans_b=True),
+        ValueError,
+        r"= \(6, 6\), got shape \(6, 3\), which fits trans_b=False$",
+    ),
     "dtype": (
         lambda: GMM(X, X.half(), WIDE, WIDE),
         TypeError,
@@ -213,12 +223,22 @@ CASES = {
     "sections_negative": (
         lambda: rope(sections=[-2, 4, 6]),
         ValueError,
-        "mrope_section_doubled: expected at least 0",
+        r"mrope_section_doubled\[0\]: expected at least 0",
     ),
     "sections_float": (
         lambda: rope(sections=[2.0, 4, 2]),
         TypeError,
-        "mrope_section_doubled: expected an int, got float",
+        r"mrope_section_doubled\[0\]: expected an int, got float",
+    ),
+    "section_alone": (
+        lambda: ops.multimodal_rope(Q, K, ROWS, ROWS, [1, 2.0, 1]),
+        TypeError,
+        r"^multimodal_rope: mrope_section\[1\]: expected an int, got float$",
+    ),
+    "heads_after_tokens": (
+        lambda: rope(q=Q.transpose(1, 2), k=K.transpose(1, 2)),
+        ValueError,
+        r"k: expected .* = \(2, 5, 3, 8\), got shape \(2, 5, 1, 8\)$",
     ),
     "rows": (
         lambda: rope(cos=ROWS[:2], sin=ROWS[:2]),

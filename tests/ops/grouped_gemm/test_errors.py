@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from anabranch import ExpertLayout, grouped_gemm
+from anabranch.epilogues import base
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.testing import usable_backends
 
@@ -39,12 +40,12 @@ WRONG = {
     "x in token order, no gather": (
         {"gather": False},
         ArgumentError,
-        "x: expected shape (layout's R, weight's K_dim) = (6, 5), got shape (3, 5)",
+        "x: expected shape (layout's R, weight's K_dim) = (6, 5), got shape (3, 5), which fits gather=True",
     ),
     "x in expert order, gather": (
         {"x": torch.ones(T * K, K_DIM)},
         ArgumentError,
-        "x: expected shape (layout's T, weight's K_dim) = (3, 5), got shape (6, 5)",
+        "x: expected shape (layout's T, weight's K_dim) = (3, 5), got shape (6, 5), which fits gather=False",
     ),
     "K_dim differs": (
         {"x": torch.ones(T, 4)},
@@ -64,7 +65,19 @@ WRONG = {
     "weight transposed unsaid": (
         {"weight": torch.ones(E, K_DIM, N)},
         ArgumentError,
-        "x: expected shape (layout's T, weight's K_dim) = (3, 6), got shape (3, 5)",
+        "x: expected shape (layout's T, weight's K_dim) = (3, 6), got shape (3, 5), "
+        "which fits transpose_weight=True",
+    ),
+    "weight transposed and no gather": (
+        {"weight": torch.ones(E, N, K_DIM), "transpose_weight": True, "gather": False},
+        ArgumentError,
+        "x: expected shape (layout's R, weight's K_dim) = (6, 6), got shape (3, 5), "
+        "which fits gather=True and transpose_weight=False",
+    ),
+    "weight transposed that no gate fits": (
+        {"weight": torch.ones(E, K_DIM, 7), "activation": "swiglu"},
+        ArgumentError,
+        "x: expected shape (layout's T, weight's K_dim) = (3, 7), got shape (3, 5)",
     ),
     "weight of another dtype": (
         {"weight": torch.ones(E, N, K_DIM, dtype=torch.float16)},
@@ -91,11 +104,30 @@ WRONG = {
         ArgumentError,
         "layout: expected a layout with counts and offsets, got maps alone",
     ),
+    "layout of numbers": (
+        {"layout": ExpertLayout(1, 2, LAYOUT.row_to_slot, LAYOUT.slot_to_row)},
+        ArgumentTypeError,
+        "layout.counts: expected a tensor (E,), got int",
+    ),
+    "layout of floats": (
+        {
+            "layout": ExpertLayout(
+                LAYOUT.counts, LAYOUT.offsets.float(), LAYOUT.row_to_slot, LAYOUT.slot_to_row
+            )
+        },
+        ArgumentTypeError,
+        "layout.offsets: expected dtype int32 or int64, got float32",
+    ),
+    "layout of ids alone": (
+        {"layout": ExpertLayout(*[LAYOUT.slot_to_row] * 4)},
+        ArgumentError,
+        "layout.row_to_slot: expected shape (R,), got shape (3, 2)",
+    ),
     "layout elsewhere": ({"layout": META}, ArgumentError, "layout: expected x's device cpu, got meta"),
     "bias of rank 1": (
         {"bias": torch.ones(N)},
         ArgumentError,
-        "bias: expected shape (E, N), got shape (6,)",
+        "bias: expected shape (E, N) of weight = (4, 6), got shape (6,)",
     ),
     "bias of half the columns": (
         {"bias": torch.ones(E, N // 2), "activation": "swiglu"},
@@ -115,7 +147,7 @@ WRONG = {
     "scale flat": (
         {"scale": torch.ones(T * K)},
         ArgumentError,
-        "scale: expected shape (T, K), got shape (6,)",
+        "scale: expected shape layout's (T, K) = (3, 2), got shape (6,)",
     ),
     "scale of another K": (
         {"scale": torch.ones(T, 3)},
@@ -136,7 +168,7 @@ WRONG = {
     "activation a function": (
         {"activation": torch.relu},
         ArgumentTypeError,
-        "activation: expected None, a name or an Epilogue, got builtin_function_or_method",
+        f"activation: expected an Epilogue, None or one of {', '.join(sorted(base.REGISTRY))}, got function relu",
     ),
     "activation's parameter": (
         {"activation": "gpt_oss(limit=x)"},
@@ -157,13 +189,13 @@ WRONG = {
         {"out": torch.ones(T * K, N, requires_grad=True)},
         ArgumentError,
         "out: expected no tensor that requires grad (a mutating call has no gradient), "
-        "got one that does; use torch.no_grad()",
+        "got out, which does; use torch.no_grad()",
     ),
     "out when x needs a gradient": (
         {"out": torch.ones(T * K, N), "x": torch.ones(T, K_DIM, requires_grad=True)},
         ArgumentError,
         "out: expected no tensor that requires grad (a mutating call has no gradient), "
-        "got one that does; use torch.no_grad()",
+        "got x, which does; use torch.no_grad()",
     ),
     "backend unknown": (
         {"backend": "cuda"},

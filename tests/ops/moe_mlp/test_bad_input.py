@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from anabranch import moe_mlp
-from anabranch.epilogues import Silu
+from anabranch.epilogues import Silu, base
 
+NAMES = ", ".join(sorted(base.REGISTRY))
 GOOD = {
     "x": torch.zeros(3, 4),
     "gate_up": torch.zeros(2, 6, 4),
@@ -91,7 +92,51 @@ BAD = {
     "down_bias's rank": (
         {"down_bias": torch.zeros(4)},
         ValueError,
-        "down_bias: expected shape (E, H), got shape (4,)",
+        "down_bias: expected shape (gate_up's E, x's H) = (2, 4), got shape (4,)",
+    ),
+    "gate_up_bias's rank": (
+        {"gate_up_bias": torch.zeros(6)},
+        ValueError,
+        "gate_up_bias: expected shape gate_up's (E, width) = (2, 6), got shape (6,)",
+    ),
+    "weights' rank": (
+        {"expert_weights": torch.zeros(6)},
+        ValueError,
+        "expert_weights: expected shape expert_ids' (T, K) = (3, 2), got shape (6,)",
+    ),
+    "transposed unsaid": (
+        {"gate_up": torch.zeros(2, 4, 10), "down": torch.zeros(2, 5, 4)},
+        ValueError,
+        "gate_up: expected shape (gate_up's E, gate_up's width, x's H) = (2, 4, 4), got shape (2, 4, 10), "
+        "which fits transpose_weight=True",
+    ),
+    "transposed unsaid, an odd H": (
+        {"x": torch.zeros(3, 5), "gate_up": torch.zeros(2, 5, 6), "down": torch.zeros(2, 3, 5)},
+        ValueError,
+        "gate_up: expected shape (gate_up's E, gate_up's width, x's H) = (2, 5, 5), got shape (2, 5, 6), "
+        "which fits transpose_weight=True",
+    ),
+    "said but not transposed": (
+        {"gate_up": torch.zeros(2, 10, 4), "down": torch.zeros(2, 4, 5), "transpose_weight": True},
+        ValueError,
+        "gate_up: expected shape (gate_up's E, x's H, gate_up's width) = (2, 4, 4), got shape (2, 10, 4), "
+        "which fits transpose_weight=False",
+    ),
+    "gate_up alone transposed": (
+        {"gate_up": torch.zeros(2, 4, 10), "down": torch.zeros(2, 4, 5)},
+        ValueError,
+        "gate_up: expected shape (gate_up's E, gate_up's width, x's H) = (2, 4, 4), got shape (2, 4, 10)",
+    ),
+    "no gate": (
+        {"activation": "silu"},
+        ValueError,
+        "down: expected shape (gate_up's E, x's H, gate_up's I) = (2, 4, 6), got shape (2, 4, 3), "
+        "which fits a gated activation (silu has no gate)",
+    ),
+    "no gate, and no size fits": (
+        {"activation": "silu", "down": torch.zeros(2, 4, 4)},
+        ValueError,
+        "down: expected shape (gate_up's E, x's H, gate_up's I) = (2, 4, 6), got shape (2, 4, 4)",
     ),
     "down_bias is no tensor": (
         {"down_bias": True},
@@ -101,13 +146,17 @@ BAD = {
     "activation": (
         {"activation": "swish"},
         ValueError,
-        "activation: expected one of clamped_swiglu, geglu, geglu_tanh, gelu, gelu_tanh, gpt_oss, identity, reglu, "
-        "relu, relu_squared, silu, swiglu, got 'swish'",
+        f"activation: expected one of {NAMES}, got 'swish'",
     ),
     "activation's type": (
         {"activation": torch.nn.SiLU()},
         TypeError,
-        "activation: expected None, a name or an Epilogue, got SiLU",
+        f"activation: expected an Epilogue, None or one of {NAMES}, got SiLU",
+    ),
+    "activation, a function": (
+        {"activation": torch.nn.functional.silu},
+        TypeError,
+        f"activation: expected an Epilogue, None or one of {NAMES}, got function silu",
     ),
     "gate_layout": (
         {"gate_layout": "mixed"},

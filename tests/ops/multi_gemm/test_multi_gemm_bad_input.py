@@ -49,7 +49,12 @@ def refused(function, arguments, kind, message):
         (
             {"transpose_weight": True},
             ArgumentError,
-            "weights[0]: expected shape (xs[0]'s k, n) = (5, 5), got shape (6, 5)",
+            "weights[0]: expected shape (xs[0]'s k, n) = (5, 5), got shape (6, 5), which fits transpose_weight=False",
+        ),
+        (
+            {"weights": [W0.T, W1.T]},
+            ArgumentError,
+            "weights[0]: expected shape (n, xs[0]'s k) = (5, 5), got shape (5, 6), which fits transpose_weight=True",
         ),
         (
             {"transpose_x": True},
@@ -105,7 +110,8 @@ def test_out_and_gradients(backend, place):
     values = [v.clone() for v in (X0, X1, W0, W1, Y0, Y1)]
     values[place].requires_grad_()
     message = "out: expected no tensor that requires grad (a mutating call has no gradient), "
-    message += "got one that does; use torch.no_grad()"
+    name = ("x0", "x1", "w0", "w1", "out[0]", "out[1]")[place]
+    message += f"got {name}, which does; use torch.no_grad()"
 
     def call(*, out):
         return dual_gemm(*values[:4], out=out, backend=backend)
@@ -114,6 +120,12 @@ def test_out_and_gradients(backend, place):
     refused(call, {"out": values[4:]}, ArgumentError, message)
     with torch.no_grad():
         assert call(out=values[4:])[0] is values[4]
+
+
+def test_which_weight_needs_a_gradient():
+    weights = [W0, W1.clone().requires_grad_()]
+    with pytest.raises(ArgumentError, match=r"got weights\[1\], which does; use torch.no_grad\(\)"):
+        multi_gemm([X0, X1], weights, out=[Y0, Y1])
 
 
 @pytest.mark.parametrize("out", [None, [Y0, Y1]], ids=["returned", "out"])

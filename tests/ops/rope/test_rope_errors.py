@@ -58,7 +58,18 @@ ROPE_VALUES = [
     ({"sin": torch.ones(B, S, 4)}, "sin: expected shape of cos = (2, 5, 8), got shape (2, 5, 4)"),
     ({"k": None, "head_axis": 2},
      "cos: expected shape (B or 1, S, W), (B or 1, S, 1, W) or (S, W) with B = 2, S = 3 of q, "
-     "got shape (2, 5, 8)"),
+     "got shape (2, 5, 8), which fits head_axis=1"),
+    ({"q": torch.ones(B, S, H, D), "k": None},
+     "cos: expected shape (B or 1, S, W), (B or 1, 1, S, W) or (S, W) with B = 2, S = 3 of q, "
+     "got shape (2, 5, 8), which fits head_axis=2"),
+    ({"q": torch.ones(B, S, H, D), "k": torch.ones(B, S, 1, D)},
+     "k: expected shape (B, H, S, D) with q's sizes but for H = (2, 5, 3, 8), got shape (2, 5, 1, 8), "
+     "which fits head_axis=2"),
+    ({"q": torch.ones(B, 4, H, D), "k": torch.ones(B, 4, 1, D)},
+     "k: expected shape (B, H, S, D) with q's sizes but for H = (2, 4, 3, 8), got shape (2, 4, 1, 8)"),
+    ({"q": torch.ones(B, S, H, D), "k": torch.ones(B, S, H, D), **index(B, S)},
+     "positions: expected shape (B or 1, S) or (S,) with B = 2, S = 3 of q, got shape (2, 5), "
+     "which fits head_axis=2"),
     ({"rotary_dim": 7}, "rotary_dim: expected an even number up to q's D = 8, got 7"),
     ({"rotary_dim": 10}, "rotary_dim: expected an even number up to q's D = 8, got 10"),
     ({"rotary_dim": 0}, "rotary_dim: expected at least 2, got 0"),
@@ -79,7 +90,7 @@ ROPE_VALUES = [
      f"sin: expected {NO_GRADIENT}, got one that requires grad"),
     ({"q": torch.ones(B, H, S, D, requires_grad=True), "inplace": True},
      "inplace: expected no tensor that requires grad (a mutating call has no gradient), "
-     "got one that does; use torch.no_grad()"),
+     "got q, which does; use torch.no_grad()"),
     (index(B, 4), f"positions: expected {INDEX_FORMS}, got shape (2, 4)"),
     (index(4), f"positions: expected {INDEX_FORMS}, got shape (4,)"),
     (index(3, B, S), f"positions: expected {INDEX_FORMS}, got shape (3, 2, 5)"),
@@ -123,7 +134,13 @@ MROPE_VALUES = [
      "got [2, 4, 2], which add up to 8"),
     ({"sections": [2, 2]}, "sections: expected three sizes that add up to rotary_dim / 2 = 4, "
      "got [2, 2], which add up to 4"),
-    ({"sections": [-1, 3, 2]}, "sections: expected at least 0, got -1"),
+    ({"q": torch.ones(B, S, H, D), "k": torch.ones(B, S, 1, D)},
+     "k: expected shape (B, H, S, D) with q's sizes but for H = (2, 5, 3, 8), got shape (2, 5, 1, 8), "
+     "which fits head_axis=2"),
+    ({"q": torch.ones(B, S, H, D), "k": None},
+     "cos: expected shape (3, B or 1, S, W), (B or 1, S, W) or (S, W) with B = 2, S = 3 of q, "
+     "got shape (3, 2, 5, 8), which fits head_axis=2"),
+    ({"sections": [-1, 3, 2]}, "sections[0]: expected at least 0, got -1"),
     ({"sections": [1, 2, 1], "order": "interleaved"},
      "sections: expected sizes that can be interleaved: section 1 ends at pair 4 of 4, got [1, 2, 1]"),
     ({"sections": [2, 0, 2], "order": "interleaved"},
@@ -138,8 +155,8 @@ MROPE_VALUES = [
 ]  # fmt: skip
 
 MROPE_TYPES = [
-    ({"sections": [1.0, 2, 1]}, "sections: expected an int, got float"),
-    ({"sections": [True, 2, 1]}, "sections: expected an int, got bool"),
+    ({"sections": [1, 2.0, 1]}, "sections[1]: expected an int, got float"),
+    ({"sections": [True, 2, 1]}, "sections[0]: expected an int, got bool"),
     ({"sections": None}, "sections: expected a list of three ints, got NoneType"),
     ({"sections": torch.tensor([1, 2, 1])}, "sections: expected a list of three ints, got Tensor"),
 ]

@@ -84,6 +84,32 @@ def test_refuses_shared_memory(backend):
         rope(buffer[:, :, :5], None, cos, sin, out=(buffer[:, :, 1:], None), **options)
 
 
+def test_an_out_that_is_q_goes_by_its_own_name(backend):
+    """q and k in their own place are a call in place, which would blame q and k."""
+    buffer = torch.ones(200)
+    cos = buffer[100:180].view(5, 16)
+    q, k = (buffer[i : i + 80].view(1, 1, 5, 16) for i in (30, 0))
+    options = dict(cos=cos, sin=torch.ones(5, 16), backend=backend)
+    for given, message in (
+        (dict(q=q, k=None, out=(q, None)), "out[0]: expected memory apart from cos"),
+        (dict(q=k, k=q, out=(k, q)), "out[1]: expected memory apart from out[0]"),
+        (dict(q=q, k=None, inplace=True), "q: expected memory apart from cos"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            rope(**given, **options)
+        assert str(caught.value) == f"rope: {message}, got overlapping memory"
+    with pytest.raises(ArgumentError, match=r"mrope: out\[0\]: expected memory apart from cos"):
+        mrope(
+            q,
+            None,
+            cos.expand(3, 1, 5, 16),
+            cos.expand(3, 1, 5, 16),
+            [4, 2, 2],
+            out=(q, None),
+            backend=backend,
+        )
+
+
 def test_refuses_gradients(backend):
     q, k, cos, sin = problem()
     options = dict(rotary_dim=16, backend=backend)

@@ -260,6 +260,27 @@ def test_wrong_inputs():
         ArgumentError, match=r"Experts: x: expected shape \(T, H\) = \(3, 16\), got shape \(3, 5\)"
     ):
         Experts(E, H, INNER)(torch.zeros(3, 5), torch.zeros(3, 1).long(), torch.ones(3, 1))
+    with pytest.raises(
+        ArgumentTypeError, match=r"^Experts: expert_ids: expected dtype int32 or int64, got f"
+    ):
+        Experts(E, H, INNER)(torch.zeros(3, H), torch.zeros(3, 1), torch.ones(3, 1))
+
+
+@pytest.mark.parametrize(("own", "given"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_inputs_of_another_dtype(own, given):
+    x, ids, weights = torch.zeros(3, H, dtype=given), torch.zeros(3, 1).long(), torch.ones(3, 1)
+    got = f"dtype {str(own)[6:]}, got {str(given)[6:]}$"
+    layer = moe().to(own)
+    with pytest.raises(ArgumentTypeError, match=f"^MoE: x: expected the experts' {got}"):
+        layer(x)
+    with pytest.raises(ArgumentTypeError, match=f"^Experts: x: expected the parameters' {got}"):
+        layer.experts(x, ids, weights)
+    with pytest.raises(ArgumentTypeError, match=f"^SharedExpert: x: expected the parameters' {got}"):
+        layer.shared(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).shape == x.shape
+        with pytest.raises(ArgumentTypeError, match=r"^MoE: x: expected the experts' dtype .*, got float64$"):
+            layer(x.double())
 
 
 def test_repr():

@@ -90,6 +90,18 @@ def test_wrong_arguments():
         ArgumentError, match=r"MultiExpertLinear: xs\[1\]: expected shape \(..., in\) with in = 3"
     ):
         module([torch.zeros(2, 4), torch.zeros(2, 4)])
+    with pytest.raises(ArgumentTypeError, match=r"^MultiExpertLinear: bias: expected a bool, got int$"):
+        MultiExpertLinear((4, 3), (4, 5), bias=2)
+    xs = [torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.bfloat16)]
+    expected = r"^MultiExpertLinear: xs\[1\]: expected the parameters' dtype float32, got bfloat16$"
+    with pytest.raises(ArgumentTypeError, match=expected):
+        module(xs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(xs)[1].dtype == torch.bfloat16
+    with pytest.raises(
+        NotImplementedError, match=r"^MultiExpertLinear: backend: expected a backend that can"
+    ):
+        MultiExpertLinear((4, 3), (4, 5), backend="hopper")([xs[0], xs[0][:, :3]])
 
 
 def test_repr():

@@ -126,7 +126,8 @@ def test_inputs_are_left_alone():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(dim=15), ArgumentError, "rotary_dim: expected an even number up to dim = 15, got 15"),
+        (dict(dim=15), ArgumentError, "dim: expected an even number without rotary_dim, got 15"),
+        (dict(rotary_dim=7), ArgumentError, "rotary_dim: expected an even number up to dim = 16, got 7"),
         (dict(rotary_dim=18), ArgumentError, "rotary_dim: expected an even number up to dim = 16, got 18"),
         (dict(base=0), ArgumentError, "base: expected a number above 0, got 0"),
         (dict(base="1"), ArgumentTypeError, "base: expected a float, got str"),
@@ -157,6 +158,10 @@ def test_wrong_inputs():
         rotary(q, k, positions[:-1])
     with pytest.raises(ArgumentError, match="Rotary: positions: expected"):
         rotary(q, k, positions.expand(3, B, S))
+    with pytest.raises(ArgumentError, match=r"Rotary: k: .*, which fits head_axis=2$"):
+        rotary(q.transpose(1, 2), k.transpose(1, 2), positions)
+    with pytest.raises(NotImplementedError, match="Rotary: backend: expected a backend that can"):
+        Rotary(D, backend="hopper")(q, k, positions)
     with pytest.raises(ArgumentError, match="Rotary: k: expected"):
         rotary(q, k[:, :, :-1], positions)
 

@@ -11,7 +11,9 @@ NAN = tl.constexpr(tl.PropagateNan.ALL)
 @triton.jit
 def forward(gate, up, P):
     limit: tl.constexpr = P[0]
-    return silu.forward(tl.minimum(gate, limit, propagate_nan=NAN), P) * tl.clamp(up, -limit, limit, propagate_nan=NAN)
+    return silu.forward(tl.minimum(gate, limit, propagate_nan=NAN), P) * tl.clamp(
+        up, -limit, limit, propagate_nan=NAN
+    )
 
 
 @triton.jit

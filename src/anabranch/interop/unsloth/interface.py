@@ -18,12 +18,12 @@ from anabranch.interop.unsloth.config import (
     given,
     tiles,
 )
-from anabranch.interop.wording import speaks_of
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm import api
 from anabranch.ops.grouped_gemm.autograd import gradients
 from anabranch.ops.grouped_gemm.call import GroupedGemmCall
 from anabranch.ops.precision import cast_like_matmul, without_autocast
+from anabranch.ops.wording import speaks_of
 from anabranch.tuning import GroupedGemmConfig, GroupedGemmConfigs
 
 OP = "grouped_gemm"

@@ -28,6 +28,14 @@ WORDS = {
     "counts": "m_sizes",
     "row_to_slot": "gather_indices",
     "top_k": "topk",
+    # There is no such option here.
+    ", which fits transpose_weight=True": "",
+    ", which fits transpose_weight=False": "",
+    **{
+        f", which fits gather={gather} and transpose_weight={swap}": ""
+        for gather in (False, True)
+        for swap in (False, True)
+    },
 }
 """What the public functions call things in their errors, and what they are called here."""
 

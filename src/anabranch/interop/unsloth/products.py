@@ -12,9 +12,9 @@ from anabranch.interop.unsloth.config import (
     KernelConfigForward,
     tiles,
 )
-from anabranch.interop.wording import speaks_of
 from anabranch.ops import checks
 from anabranch.ops.grouped_gemm import api
+from anabranch.ops.wording import speaks_of
 from anabranch.tuning import GroupedGemmConfig, GroupedGemmConfigs
 
 _DX_WORDS = {**operands.WORDS, "x": "dY", "gather": "permute_y", "scatter": "permute_x", "K_dim": "N"}

@@ -7,8 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from anabranch.interop.wallx.shared import one_row, read_map, sort_slots, weights_of
-from anabranch.interop.wording import speaks_of
+from anabranch.interop.wallx.shared import (
+    NO_HEAD_AXIS,
+    WEIGHT_NAMES,
+    one_row,
+    read_map,
+    sort_slots,
+    weights_of,
+)
 from anabranch.ops import checks
 from anabranch.ops.multi_gemm.api import dual_gemm
 from anabranch.ops.permute import api as api_permute
@@ -18,20 +24,20 @@ from anabranch.ops.precision import wide
 from anabranch.ops.rope import api as api_rope
 from anabranch.ops.rope.autograd import rope as run_rope
 from anabranch.ops.rope.call import bind_mrope, bind_rope
+from anabranch.ops.wording import speaks_of
 
 __all__ = ["asym_dual_gmm_separated", "permute", "rope", "rope_bwd", "unpermute", "unpermute_bwd"]
 
 Sections = Any
 """Three ints, or None, False or an empty list."""
-SECTION_NAMES = {"sections": "mrope_section_doubled", "rotary_dim": "D"}
+SECTION_NAMES = {"sections": "mrope_section_doubled", "rotary_dim": "D", **NO_HEAD_AXIS}
 
 
 @speaks_of(
     {
         "x0": "input_expert0",
         "x1": "input_expert1",
-        "w0": "weight_expert0",
-        "w1": "weight_expert1",
+        **WEIGHT_NAMES,
         "out[0]": "output_expert0",
         "out[1]": "output_expert1",
         "out": "output_expert0 and output_expert1",

@@ -8,13 +8,20 @@ from typing import cast
 from torch import Tensor
 
 from anabranch.interop.wallx.backend import asym_dual_gmm_separated
-from anabranch.interop.wallx.shared import one_row, read_map, sort_slots, weights_of
-from anabranch.interop.wording import speaks_of
+from anabranch.interop.wallx.shared import (
+    NO_HEAD_AXIS,
+    WEIGHT_NAMES,
+    one_row,
+    read_map,
+    sort_slots,
+    weights_of,
+)
 from anabranch.ops import checks
 from anabranch.ops.multi_gemm.api import dual_gemm
 from anabranch.ops.permute import api
 from anabranch.ops.positions.api import rope_index, vision_rotary, window_index
 from anabranch.ops.rope.api import mrope, rope
+from anabranch.ops.wording import speaks_of
 
 __all__ = [
     "asym_dual_gmm",
@@ -30,7 +37,7 @@ __all__ = [
 Grids = Tensor | Sequence[Sequence[int]]
 
 
-@speaks_of({"x0": "input_expert0", "x1": "input_expert1", "w0": "weight_expert0", "w1": "weight_expert1"})
+@speaks_of({"x0": "input_expert0", "x1": "input_expert1", **WEIGHT_NAMES})
 def asym_dual_gmm(
     input_expert0: Tensor,
     input_expert1: Tensor,
@@ -103,7 +110,14 @@ def unpermute(input_act: Tensor, row_id_map: Tensor, probs: Tensor | None = None
     return api.unpermute(input_act, read_map(op, input_act, row_id_map, tokens, top_k), weights)
 
 
-@speaks_of({"sections": "mrope_section, doubled", "rotary_dim": "D"})
+@speaks_of(
+    {
+        "sections": "mrope_section, doubled",
+        **{f"sections[{i}]": f"mrope_section[{i}]" for i in range(3)},
+        "rotary_dim": "D",
+        **NO_HEAD_AXIS,
+    }
+)
 def multimodal_rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int]
 ) -> tuple[Tensor, Tensor]:

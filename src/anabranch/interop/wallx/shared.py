@@ -10,6 +10,14 @@ from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
 
 IDS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+WEIGHT_NAMES = {
+    "w0": "weight_expert0",
+    "w1": "weight_expert1",
+    "transpose_weight=True": "trans_b=False",
+    "transpose_weight=False": "trans_b=True",
+}
+NO_HEAD_AXIS = {", which fits head_axis=2": "", ", which fits head_axis=1": ""}
+"""The heads have one place here."""
 
 
 def sort_slots(op: str, indices: Tensor, num_out_tokens: int) -> tuple[ExpertLayout, Tensor]:

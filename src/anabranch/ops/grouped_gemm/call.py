@@ -98,25 +98,41 @@ def bind_grouped_gemm(
     checks.layout(OP, layout, num_experts=experts)
     checks.same_dtype(OP, "weight", weight, x)
     if gather:
-        checks.shape(OP, "x", x, layout.num_tokens, k_dim, means="(layout's T, weight's K_dim)")
+        means = "(layout's T, weight's K_dim)"
+        checks.shape(OP, "x", x, layout.num_tokens, k_dim, means=means, fits=lambda: _fits(call))
     else:
-        checks.shape(OP, "x", x, layout.num_rows, k_dim, means="(layout's R, weight's K_dim)")
+        means = "(layout's R, weight's K_dim)"
+        checks.shape(OP, "x", x, layout.num_rows, k_dim, means=means, fits=lambda: _fits(call))
     if n % epilogue.columns:
         raise ArgumentError(OP, "weight", expected=f"an even N for the gated {epilogue.name}", got=f"N = {n}")
     if bias is not None:
-        checks.tensor(OP, "bias", bias, "(E, N)", checks.FLOATS)
+        checks.dense(OP, "bias", bias, "(E, N)", checks.FLOATS)
         checks.same_dtype(OP, "bias", bias, x)
         checks.shape(OP, "bias", bias, experts, n, means="(E, N) of weight")
     if scale is not None:
-        checks.tensor(OP, "scale", scale, "(T, K)", checks.FLOATS)
+        checks.dense(OP, "scale", scale, "(T, K)", checks.FLOATS)
         checks.shape(OP, "scale", scale, layout.num_tokens, layout.top_k, means="layout's (T, K)")
     if out is not None:
         checks.tensor(OP, "out", out, "(R, N)", checks.FLOATS)
         checks.same_dtype(OP, "out", out, x)
         checks.shape(OP, "out", out, call.out_rows, call.out_columns, means="of the result")
-        checks.no_gradient_through(OP, "out", x, weight, bias, scale, out)
+        checks.no_gradient_through(OP, "out", x=x, weight=weight, bias=bias, scale=scale, out=out)
     checks.same_device(OP, x, weight=weight, layout=layout, bias=bias, scale=scale, out=out)
     return call
+
+
+def _fits(call: GroupedGemmCall) -> str:
+    """The options with which x would fit, if there are such."""
+    for gather in (call.gather, not call.gather):
+        rows = call.layout.num_tokens if gather else call.layout.num_rows
+        _, k_dim, n = call.weight_nk.shape
+        for swapped in (False, True):
+            given = (rows, k_dim) if swapped else (rows, n)
+            if tuple(call.x.shape) == given and not (swapped and n % call.epilogue.columns):
+                options = [f"gather={gather}"] if gather != call.gather else []
+                options += [f"transpose_weight={not call.transpose_weight}"] if swapped else []
+                return " and ".join(options)
+    return ""
 
 
 def bind_gradient(call: GroupedGemmCall, grad: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def bind_moe_mlp(
     )
     checks.tensor(OP, "down", down, "(E, I, H)" if transpose_weight else "(E, H, I)", checks.FLOATS)
     checks.tensor(OP, "expert_ids", expert_ids, "(T, K)", checks.INTEGERS)
-    checks.tensor(OP, "expert_weights", expert_weights, "(T, K)", checks.FLOATS)
+    checks.dense(OP, "expert_weights", expert_weights, "(T, K)", checks.FLOATS)
     x, gate_up, down, gate_up_bias, down_bias = cast_like_matmul(x, gate_up, down, gate_up_bias, down_bias)
     call = MoeMlpCall(
         x, gate_up, down, expert_weights, gate_up_bias, down_bias, epilogue, transpose_weight,
@@ -124,27 +124,40 @@ def _check_shapes(call: MoeMlpCall) -> None:
     tokens, hidden = call.x.shape
     experts, width, _ = call.gate_up_nk.shape
     columns = call.epilogue.columns
+    if experts == 0:
+        raise ArgumentError(OP, "gate_up", expected="at least one expert", got="E = 0")
+    swap = call.transpose_weight
+    means = "(gate_up's E, gate_up's width, x's H)" if not swap else "(gate_up's E, x's H, gate_up's width)"
+    sizes = (hidden, width) if swap else (width, hidden)
+    checks.shape(OP, "gate_up", call.gate_up, experts, *sizes, means=means, fits=lambda: _fits(call))
     if width % columns:
         expected = f"an even output width for the gated {call.epilogue.name}"
         raise ArgumentError(OP, "gate_up", expected=expected, got=f"{width}")
-    if experts == 0:
-        raise ArgumentError(OP, "gate_up", expected="at least one expert", got="E = 0")
     inner = width // columns
-    swap = call.transpose_weight
-    means = "(gate_up's E, gate_up's width, x's H)" if not swap else "(gate_up's E, x's H, gate_up's width)"
-    checks.shape(
-        OP, "gate_up", call.gate_up, experts, *((hidden, width) if swap else (width, hidden)), means=means
-    )
     means = "(gate_up's E, x's H, gate_up's I)" if not swap else "(gate_up's E, gate_up's I, x's H)"
-    checks.shape(OP, "down", call.down, experts, *((inner, hidden) if swap else (hidden, inner)), means=means)
+    sizes = (inner, hidden) if swap else (hidden, inner)
+    checks.shape(OP, "down", call.down, experts, *sizes, means=means, fits=lambda: _fits(call))
     assert call.expert_ids is not None
     top_k = call.expert_ids.shape[1]
     checks.shape(OP, "expert_ids", call.expert_ids, tokens, top_k, means="(x's T, K)")
     checks.shape(OP, "expert_weights", call.expert_weights, tokens, top_k, means="expert_ids' (T, K)")
     if call.gate_up_bias is not None:
         letters = "(E, I)" if columns == 1 else f"(E, {columns} * I)"
-        checks.tensor(OP, "gate_up_bias", call.gate_up_bias, letters, checks.FLOATS)
+        checks.dense(OP, "gate_up_bias", call.gate_up_bias, letters, checks.FLOATS)
         checks.shape(OP, "gate_up_bias", call.gate_up_bias, experts, width, means="gate_up's (E, width)")
     if call.down_bias is not None:
-        checks.tensor(OP, "down_bias", call.down_bias, "(E, H)", checks.FLOATS)
+        checks.dense(OP, "down_bias", call.down_bias, "(E, H)", checks.FLOATS)
         checks.shape(OP, "down_bias", call.down_bias, experts, hidden, means="(gate_up's E, x's H)")
+
+
+def _fits(call: MoeMlpCall) -> str:
+    """What gate_up and down would fit together, if other than what was asked for."""
+    hidden = call.x.shape[1]
+    experts, width, inner = call.gate_up_nk.shape
+    down = tuple(call.down_nk.shape)
+    columns = call.epilogue.columns
+    if width == hidden and inner % columns == 0 and down == (experts, inner // columns, hidden):
+        return f"transpose_weight={not call.transpose_weight}"
+    if columns == 1 and width % 2 == 0 and inner == hidden and down == (experts, hidden, width // 2):
+        return f"a gated activation ({call.epilogue.name} has no gate)"
+    return ""

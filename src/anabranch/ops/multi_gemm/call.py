@@ -124,12 +124,19 @@ def _bind(
     for x_name, name, x, weight in zip(named_xs, named_weights, xs, weights, strict=True):
         k = x.shape[0 if transpose_x else 1]
         if transpose_weight:
-            checks.shape(op, name, weight, k, weight.shape[1], means=f"({x_name}'s k, n)")
+            means, sizes = f"({x_name}'s k, n)", (k, weight.shape[1])
         else:
-            checks.shape(op, name, weight, weight.shape[0], k, means=f"(n, {x_name}'s k)")
+            means, sizes = f"(n, {x_name}'s k)", (weight.shape[0], k)
+        checks.shape(op, name, weight, *sizes, means=means, fits=lambda: _fits_transposed(call))
     if out is not None:
         _check_out(call, out, first)
     return call
+
+
+def _fits_transposed(call: MultiGemmCall) -> str:
+    """The option with which all weights would fit, if they would."""
+    fits = all(x.shape[1] == weight.shape[0] for x, weight in call.products)
+    return f"transpose_weight={not call.transpose_weight}" if fits else ""
 
 
 def _check_sequence(op: str, argument: str, value: object, length: int | None = None) -> None:
@@ -147,14 +154,19 @@ def _check_out(call: MultiGemmCall, out: Sequence[Tensor], first: str) -> None:
         checks.same_dtype(call.op, f"out[{i}]", value, x, first)
         checks.shape(call.op, f"out[{i}]", value, x.shape[0], weight.shape[0], means="of the result")
         checks.same_device(call.op, x, first, **{f"out[{i}]": value})
-    checks.no_gradient_through(call.op, "out", *call.xs, *call.weights, *out)
+    values = {**_named_inputs(call), **{f"out[{i}]": value for i, value in enumerate(out)}}
+    checks.no_gradient_through(call.op, "out", **values)
+
+
+def _named_inputs(call: MultiGemmCall) -> dict[str, Tensor]:
+    x_names, weight_names = argument_names(call.op, len(call.xs))
+    return dict(zip((*x_names, *weight_names), (*call.xs, *call.weights), strict=True))
 
 
 def check_memory(call: MultiGemmCall) -> None:
     """Demands that no output shares memory with an input or another. Reads addresses: not for traced code."""
     assert call.out is not None
-    x_names, weight_names = argument_names(call.op, len(call.xs))
-    inputs = dict(zip((*x_names, *weight_names), (*call.xs, *call.weights), strict=True))
+    inputs = _named_inputs(call)
     for i, value in enumerate(call.out):
         others = {f"out[{j}]": other for j, other in enumerate(call.out[:i])}
         no_overlap(call.op, f"out[{i}]", value, **inputs, **others)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anabranch.ops.rope import autograd, reference
 from anabranch.ops.rope.call import RopeCall, bind_mrope, bind_rope
+from anabranch.ops.wording import speaks_of
 
 
 def rope(
@@ -163,7 +164,15 @@ def mrope(
     )
 
 
-def _run(call: RopeCall) -> tuple[Tensor, Tensor | None]:
+def _rotate(call: RopeCall) -> tuple[Tensor, Tensor | None]:
     if call.backend == "reference":
         return reference.rope(call)
     return autograd.rope(call)
+
+
+# In the words of an out that holds q and k themselves.
+_INTO_OUT = {op: speaks_of({"q": "out[0]", "k": "out[1]"}, op)(_rotate) for op in ("rope", "mrope")}
+
+
+def _run(call: RopeCall) -> tuple[Tensor, Tensor | None]:
+    return _INTO_OUT[call.op](call) if call.out_is_input else _rotate(call)

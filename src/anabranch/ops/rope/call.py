@@ -55,6 +55,8 @@ class RopeCall:
     inplace: bool = False
     out: tuple[Tensor, Tensor | None] | None = None
     """Where the results go; None makes them, and so it is with inplace."""
+    out_is_input: bool = False
+    """With inplace: it was asked for as an out that holds q and k, which errors then speak of."""
 
     @property
     def op(self) -> str:
@@ -97,7 +99,8 @@ def bind_rope(
 ) -> RopeCall:
     """Checks the arguments of rope and freezes the call."""
     checks.choice(OP, "pairing", pairing, PAIRINGS)
-    sizes, rotary_dim = _check_common(OP, q, k, rotary_dim, head_axis, inplace, backend)
+    beside = cos if positions is None else positions
+    sizes, rotary_dim = _check_common(OP, q, k, rotary_dim, head_axis, inplace, backend, beside)
     cos, sin, _ = check_tables(OP, cos, sin, rotary_dim, sizes, indexed=positions is not None, rows=False)
     if positions is not None:
         positions, _ = check_positions(OP, positions, sizes, rows=False)
@@ -125,7 +128,8 @@ def bind_mrope(
     """Checks the arguments of mrope and freezes the call; one row for all pairs makes it a rope."""
     op = "mrope"
     checks.choice(op, "order", order, ORDERS)
-    sizes, rotary_dim = _check_common(op, q, k, rotary_dim, head_axis, inplace, backend)
+    beside = cos if positions is None else positions
+    sizes, rotary_dim = _check_common(op, q, k, rotary_dim, head_axis, inplace, backend, beside)
     checked = check_sections(op, sections, order, rotary_dim // 2)
     cos, sin, rows = check_tables(op, cos, sin, rotary_dim, sizes, indexed=positions is not None, rows=True)
     if positions is not None:
@@ -167,11 +171,12 @@ def _check_common(
     head_axis: int,
     inplace: bool,
     backend: str | None,
+    beside: object,
 ) -> tuple[Sizes, int]:
     check_name(op, backend)
     checks.flag(op, inplace=inplace)
     check_head_axis(op, head_axis)
-    sizes = check_vectors(op, q, k, head_axis)
+    sizes = check_vectors(op, q, k, head_axis, beside)
     return sizes, check_rotary_dim(op, rotary_dim, sizes.channels, "q's D")
 
 
@@ -182,7 +187,7 @@ def _check_together(op: str, call: RopeCall) -> RopeCall:
             expected = "a table that needs no gradient (rope has none for it; detach it)"
             raise ArgumentError(op, argument, expected=expected, got="one that requires grad")
     if call.inplace:
-        checks.no_gradient_through(op, "inplace", call.q, call.k)
+        checks.no_gradient_through(op, "inplace", q=call.q, k=call.k)
     return call if call.out is None else _check_out(op, call, call.out)
 
 
@@ -200,9 +205,9 @@ def _check_out(op: str, call: RopeCall, out: object) -> RopeCall:
             checks.same_dtype(op, argument, value, like, name)
             checks.shape(op, argument, value, *like.shape, means=f"of {name}")
             checks.same_device(op, like, name, **{argument: value})
-    checks.no_gradient_through(op, "out", call.q, call.k, *out)
+    checks.no_gradient_through(op, "out", q=call.q, k=call.k, **{"out[0]": out[0], "out[1]": out[1]})
     if out[0] is call.q and out[1] is call.k:
-        return replace(call, inplace=True, out=None)
+        return replace(call, inplace=True, out=None, out_is_input=True)
     return replace(call, out=(out[0], out[1]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,20 @@ class Sizes(NamedTuple):
     channels: int
     packed: bool
     head_axis: int
+    heads: int
 
-    def refuse(self, op: str, argument: str, forms: str, value: Tensor) -> ArgumentError:
-        """The error of a value that has none of the shapes in ``forms``."""
+    def refuse(
+        self, op: str, argument: str, forms: str, value: Tensor, fits: Callable[[Sizes], bool]
+    ) -> ArgumentError:
+        """The error of a value that has none of the shapes in ``forms``; ``fits`` asks about other sizes of q."""
         # Spelled out here alone: a number that becomes text is fixed in a compiled graph.
         batch = "" if self.packed else f"B = {self.batch}, "
         expected = f"shape {forms} with {batch}S = {self.tokens} of q"
-        return ArgumentError(op, argument, expected=expected, got=f"shape {tuple(value.shape)}")
+        got = f"shape {tuple(value.shape)}"
+        other = self._replace(tokens=self.heads, heads=self.tokens, head_axis=3 - self.head_axis)
+        if not self.packed and fits(other):
+            got = f"{got}, which fits head_axis={other.head_axis}"
+        return ArgumentError(op, argument, expected=expected, got=got)
 
 
 def check_head_axis(op: str, head_axis: object) -> None:
@@ -47,8 +55,11 @@ def check_rotary_dim(op: str, rotary_dim: int | None, channels: int, channels_na
     return given
 
 
-def check_vectors(op: str, q: Tensor, k: Tensor | None, head_axis: int) -> Sizes:
-    """Demands q of rank 4 or packed, and a k that differs in its number of heads alone."""
+def check_vectors(op: str, q: Tensor, k: Tensor | None, head_axis: int, beside: object) -> Sizes:
+    """Demands q of rank 4 or packed, and a k that differs in its number of heads alone.
+
+    ``beside`` is what has q's S too, unchecked: of a wrong k it says whether the other head_axis was meant.
+    """
     letters = "(B, H, S, D)" if head_axis == 1 else "(B, S, H, D)"
     _demand(op, "q", q, checks.FLOATS, f"{letters} or packed (S, H, D)", ranks=(3, 4))
     packed = q.dim() == 3
@@ -59,9 +70,24 @@ def check_vectors(op: str, q: Tensor, k: Tensor | None, head_axis: int) -> Sizes
         checks.same_dtype(op, "k", k, q, "q")
         sizes = list(q.shape)
         sizes[head_axis] = k.shape[head_axis]
-        checks.shape(op, "k", k, *sizes, means=f"{letters} with q's sizes but for H")
-    tokens = q.shape[0] if packed else q.shape[3 - head_axis]
-    return Sizes(1 if packed else q.shape[0], tokens, q.shape[-1], packed, head_axis)
+        means = f"{letters} with q's sizes but for H"
+        checks.shape(op, "k", k, *sizes, means=means, fits=lambda: _other_axis(q, k, head_axis, beside))
+    if packed:
+        return Sizes(1, q.shape[0], q.shape[-1], packed, head_axis, q.shape[1])
+    return Sizes(q.shape[0], q.shape[3 - head_axis], q.shape[-1], packed, head_axis, q.shape[head_axis])
+
+
+def _other_axis(q: Tensor, k: Tensor, head_axis: int, beside: object) -> str:
+    """The head_axis that q, k and what is beside them fit, if it is the other one."""
+    other = 3 - head_axis
+    if q.dim() != 4 or not isinstance(beside, Tensor):
+        return ""
+    same = all(q.shape[axis] == k.shape[axis] for axis in (0, head_axis, 3))
+    # S is the last size of positions, and of a table the last before W, but for an axis of heads.
+    sizes = beside.shape[:-1] if beside.is_floating_point() else beside.shape
+    tokens = [size for size in sizes if size != 1][-1:]
+    means = same and tokens == [q.shape[head_axis]] and tokens != [q.shape[other]]
+    return f"head_axis={other}" if means else ""
 
 
 def check_tables(
@@ -82,7 +108,9 @@ def check_tables(
         raise ArgumentError(op, "cos", expected=expected, got=f"shape {tuple(cos.shape)}")
     view, has_rows = _table_view(cos, sizes, indexed, rows)
     if view is None:
-        raise sizes.refuse(op, "cos", forms, cos)
+        raise sizes.refuse(
+            op, "cos", forms, cos, lambda other: _table_view(cos, other, indexed, rows)[0] is not None
+        )
     other, _ = _table_view(sin, sizes, indexed, rows)
     assert other is not None
     return view, other, has_rows
@@ -121,15 +149,26 @@ def check_positions(op: str, positions: Tensor, sizes: Sizes, *, rows: bool) -> 
         forms = "(3, B or 1, S), (B or 1, S) or (S,)" if rows else "(B or 1, S) or (S,)"
     _demand(op, "positions", positions, checks.INTEGERS, forms, ranks=(1, 2, 3))
     has_rows = rows and positions.dim() == (2 if sizes.packed else 3)
+    view = _positions_view(positions, sizes, has_rows)
+    if view is None:
+        raise sizes.refuse(
+            op,
+            "positions",
+            forms,
+            positions,
+            lambda other: _positions_view(positions, other, has_rows) is not None,
+        )
+    return view, has_rows
+
+
+def _positions_view(positions: Tensor, sizes: Sizes, has_rows: bool) -> Tensor | None:
+    """positions in RopeCall's form, or None if they have no form that fits."""
     if has_rows:
         view = positions.unsqueeze(1) if sizes.packed else positions
-        fits = view.shape[0] == ROWS and _fits(view[0].unsqueeze(-1), sizes)
-    else:
-        view = positions.unsqueeze(0) if positions.dim() == 1 else positions
-        fits = not (sizes.packed and positions.dim() > 1) and _fits(view.unsqueeze(-1), sizes)
-    if not fits:
-        raise sizes.refuse(op, "positions", forms, positions)
-    return view, has_rows
+        return view if view.shape[0] == ROWS and _fits(view[0].unsqueeze(-1), sizes) else None
+    view = positions.unsqueeze(0) if positions.dim() == 1 else positions
+    fits = not (sizes.packed and positions.dim() > 1) and _fits(view.unsqueeze(-1), sizes)
+    return view if fits else None
 
 
 def _fits(value: Tensor, sizes: Sizes) -> bool:

@@ -19,8 +19,8 @@ def check_sections(op: str, sections: object, order: str, pairs: int) -> tuple[i
     """Demands three sizes that cover the pairs, or all channels, and, interleaved, fit between them."""
     if isinstance(sections, (str, torch.Tensor)) or not isinstance(sections, Sequence):
         raise ArgumentTypeError(op, "sections", expected="a list of three ints", got=type(sections).__name__)
-    for size in sections:
-        checks.integer(op, "sections", size, minimum=0)
+    for i, size in enumerate(sections):
+        checks.integer(op, f"sections[{i}]", size, minimum=0)
     sizes = tuple(sections)
     covered, what = (2 * pairs, "rotary_dim") if order == "channels" else (pairs, "rotary_dim / 2")
     if len(sizes) != 3 or sum(sizes) != covered:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from torch.compiler import is_dynamo_compiling
+
 from anabranch.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 P = ParamSpec("P")
@@ -24,6 +26,9 @@ def speaks_of(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if is_dynamo_compiling():
+                # What is raised again loses its text in traced code.
+                return function(*args, **kwargs)
             try:
                 return function(*args, **kwargs)
             except (ArgumentError, ArgumentTypeError, UnsupportedError) as error:
