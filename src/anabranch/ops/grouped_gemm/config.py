@@ -206,6 +206,7 @@ def heuristic(
     """
     if dtype == torch.float32 and precision == "ieee":
         crowded = loads == ELEMENTWISE or kind == INTERLEAVED or (kind == FORWARD and pointers > 0)
+        crowded |= kind == GATED and capability < HOPPER  # all by pointers
         tiles = IEEE_NARROW if crowded else IEEE
     elif loads == ELEMENTWISE:
         tiles = ODD
