@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from anabranch._backends.hopper import release
-from anabranch.layout import ExpertLayout
 from anabranch.ops.checks import needs_grad
 from anabranch.ops.moe_mlp.call import MoeMlpCall
 
@@ -54,11 +53,9 @@ def padding(call: MoeMlpCall) -> float | None:
     """Share of padding in the rows that the forward computes. Waits for the device."""
     from anabranch._backends.triton.explained import expert_rows
     from anabranch._backends.triton.explained import padding as share
+    from anabranch.ops.moe_mlp.backends.triton import routed
 
-    layout = call.layout
-    if layout is None:
-        assert call.expert_ids is not None
-        layout = ExpertLayout.from_topk(call.expert_ids, call.down.shape[0])
+    layout = routed(call)
     assert layout.offsets is not None
     # Half tiles that an expert does not reach are skipped.
     return share([(expert_rows(layout.offsets, layout.num_rows), 64)])
@@ -100,7 +97,7 @@ def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -
     from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
     from anabranch.ops.grouped_gemm.backends.triton.launch import bias_gradient
     from anabranch.ops.moe_mlp.backends.hopper import launch
-    from anabranch.ops.moe_mlp.backends.triton import _row_dot as row_dot
+    from anabranch.ops.moe_mlp.backends.triton import row_dot
 
     layout = call.layout
     assert layout is not None

@@ -119,7 +119,7 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
 
 def loads(call: MoeMlpCall) -> dict[str, str]:
     """How the two products of the forward load and store each operand."""
-    up, down = (what.plan.refusals for what in _forward_products(call, _layout(call)))
+    up, down = (what.plan.refusals for what in _forward_products(call, routed(call)))
     named = {"x": up["x"], "gate_up": up["weight"], "h": up.get("h"), "a": up["out"], "down": down["weight"]}
     if "h" not in up:
         del named["h"]
@@ -128,14 +128,15 @@ def loads(call: MoeMlpCall) -> dict[str, str]:
 
 def padding(call: MoeMlpCall) -> float | None:
     """Share of padding in the rows that the two products of the forward compute. Waits for the device."""
-    layout = _layout(call)
+    layout = routed(call)
     assert layout.offsets is not None
     rows = expert_rows(layout.offsets, layout.num_rows)
     products = _forward_products(call, layout)
     return explained.padding((rows, chosen(None, what, search=False).block_m) for what in products)
 
 
-def _layout(call: MoeMlpCall) -> ExpertLayout:
+def routed(call: MoeMlpCall) -> ExpertLayout:
+    """The layout of a call, which has none before an operator runs it."""
     if call.layout is not None:
         return call.layout
     assert call.expert_ids is not None
@@ -203,7 +204,7 @@ def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -
         rows = call.x.new_empty(layout.num_rows, call.x.shape[1])
         gemm(d_h, call.gate_up_nk.mT, layout, rows, schedules=schedules)
         if d_weights is not None and not on_output:
-            _row_dot(call, rows, call.x, d_weights, by_expert=False)
+            row_dot(call, rows, call.x, d_weights, by_expert=False)
         if need_x:
             d_x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
             combine(rows, layout.slot_to_row, None if on_output else call.expert_weights, d_x)
@@ -224,7 +225,7 @@ def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -
             d_down_bias = torch.empty_like(call.down_bias, memory_format=torch.contiguous_format)
             bias_gradient(d_rows, layout, d_down_bias, z_rows=ROW, scale=scale)
         if d_weights is not None and on_output:
-            _row_dot(call, d_rows, call.down_bias, d_weights, by_expert=True)
+            row_dot(call, d_rows, call.down_bias, d_weights, by_expert=True)
     if d_weights is not None:
         d_weights = d_weights.to(call.expert_weights.dtype)
     return d_x, d_gate_up, d_down, d_weights, d_gate_up_bias, d_down_bias
@@ -234,7 +235,7 @@ def _nk(call: MoeMlpCall, d_weight: Tensor) -> Tensor:
     return d_weight.mT if call.transpose_weight else d_weight
 
 
-def _row_dot(call: MoeMlpCall, rows: Tensor, x: Tensor, d_weights: Tensor, *, by_expert: bool) -> None:
+def row_dot(call: MoeMlpCall, rows: Tensor, x: Tensor, d_weights: Tensor, *, by_expert: bool) -> None:
     """Each row's dot with its token of x, or added to what is there, with its expert's vector."""
     layout = call.layout
     assert layout is not None
