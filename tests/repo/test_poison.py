@@ -1,5 +1,6 @@
 """The poison of tests/conftest.py reaches what anabranch allocates, and nothing else."""
 
+import sys
 import types
 
 import pytest
@@ -95,7 +96,8 @@ def test_reaches_operators_and_their_gradients():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_lets_the_compiler_through(backend):
+def test_lets_the_compiler_through(backend, monkeypatch):
+    monkeypatch.setitem(sys.modules, INSIDE.__name__, INSIDE)  # the compiler of torch 2.11 imports it
     compiled = torch.compile(INSIDE.forgets, fullgraph=True, backend=backend)
     assert compiled(torch.ones(3))[1:].tolist() == [1, 1]
 

@@ -10,7 +10,8 @@ C = TypeVar("C")
 
 def to_text(config: Any) -> str:
     """``block_m=128,block_n=256,...``: every field of a dataclass of integers and booleans."""
-    return ",".join(f"{name}={int(value)}" for name, value in vars(config).items())
+    # Traced by torch.compile, which cannot read a dataclass's vars() in torch 2.11.
+    return ",".join([f"{name}={int(getattr(config, name))}" for name in type(config).__dataclass_fields__])
 
 
 def from_text(cls: type[C], text: str) -> C:
