@@ -65,7 +65,7 @@ def tensors(value):
 
 def results(module, arguments):
     outs = tensors(module(*arguments))
-    grads = [torch.arange(y.numel(), device=y.device).view(y.shape).sin().to(y.dtype) for y in outs]
+    grads = [torch.arange(y.numel(), dtype=torch.float64).sin().view(y.shape).to(y) for y in outs]
     leaves = [*tensors(arguments), *module.parameters()]
     return [*(y.detach() for y in outs), *torch.autograd.grad(outs, leaves, grads, materialize_grads=True)]
 

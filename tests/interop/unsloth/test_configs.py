@@ -160,9 +160,8 @@ def test_tiles_too_large_for_this_gpu():
             grouped_gemm(X, W, sizes, 2, kernel_config_fwd=KernelConfigForward(**tiles))
         for cls, argument in ((KernelConfigBackward_dX, "dX"), (KernelConfigBackward_dW, "dW")):
             leaves = [v.detach().requires_grad_() for v in (X, W)]
-            y = grouped_gemm(*leaves, sizes, 2, **{f"kernel_config_bwd_{argument}": cls(**tiles)})
             with pytest.raises(NotImplementedError, match="bytes of shared memory, the device has"):
-                y.sum().backward()
+                grouped_gemm(*leaves, sizes, 2, **{f"kernel_config_bwd_{argument}": cls(**tiles)})
 
 
 # The rules

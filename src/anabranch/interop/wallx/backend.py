@@ -168,12 +168,13 @@ def unpermute_bwd(
     if weights is None:
         weights = input_bwd.new_ones(input_bwd.shape[0], 1, dtype=wide(input_bwd.dtype))
     layout = read_map(op, input_fwd, row_id_map, input_bwd.shape[0], weights.shape[1])
+    # Before the weights that are made on its device.
+    checks.same_device(op, input_fwd, "input_fwd", input_bwd=input_bwd)
     call = bind_unpermute(input_fwd, layout, weights.to(wide(weights.dtype)))
     checks.same_dtype(op, "input_bwd", input_bwd, input_fwd, "input_fwd")
     checks.shape(
         op, "input_bwd", input_bwd, input_bwd.shape[0], input_fwd.shape[1], means="(T, input_fwd's H)"
     )
-    checks.same_device(op, input_fwd, "input_fwd", input_bwd=input_bwd)
     act_grad, prob_grad = unpermute_backward(
         [True, True], input_bwd, call.y, call.weights, layout.row_to_slot, layout.slot_to_row, None
     )
