@@ -5,7 +5,8 @@
 #   make test-gpu  every operation on a GPU                       JOBS=n     ARGS="-k rope"
 #   make sanitize  core cases under compute-sanitizer             COMPUTE_SANITIZER=path
 #   make check     lint, format, types, and the repository's rules
-#   make aot       compile the Triton kernels for GPUs that need not be here; registers, spills, shared memory
+#   make aot       compile the Triton kernels for GPUs that need not be here; registers, spills, shared memory; those in
+#                  Gluon with the newest Triton too
 #   make bench     time the operations on this machine            ARGS="..."
 #   make docs      run every snippet and follow every link of the documentation
 #
@@ -21,6 +22,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 # Interpreted on the CPU, which is set before Triton is imported: a run of its own.
 INTERPRETED := $(wildcard tests/ops/*/test_triton.py tests/ops/*/test_tuned.py) \
   tests/ops/grouped_gemm/test_gradients_alone.py tests/unit/test_epilogues_device.py
+# The kernels in Gluon, which moves between releases of Triton; and the newest one, which stands before the pinned one.
+GLUON := $(wildcard tests/aot/test_hopper*.py)
+NEWEST := $(abspath $(VENV))/newest
 DOCS := tests/repo/test_readme.py tests/repo/test_docs_snippets.py
 
 export TEXT STEPS
@@ -55,8 +59,11 @@ check: $(VENV)/test.stamp
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/repo
 
-aot: $(VENV)/test.stamp
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/aot $(ARGS)
+# The second runs whether the first passes or not, with what Gluon moves most between. 5: ARGS picks none of it.
+aot: $(VENV)/test.stamp $(VENV)/newest.stamp
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/aot $(ARGS); pinned=$$?; \
+	  PYTHONPATH="$(NEWEST)" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(GLUON) $(ARGS); newest=$$?; \
+	  test $$pinned -eq 0 -a \( $$newest -eq 0 -o $$newest -eq 5 \)
 
 bench: $(VENV)/demo.stamp
 	$(BIN)/anabranch bench $(ARGS)
@@ -87,4 +94,9 @@ $(VENV)/demo.stamp: $(VENV)/torch.stamp requirements/demo.txt pyproject.toml
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp requirements/test.txt
 	$(PIP) -r requirements/test.txt
+	@touch $@
+
+$(VENV)/newest.stamp: $(VENV)/torch.stamp requirements/triton-newest.txt
+	rm -rf $(NEWEST)
+	$(PIP) --no-deps --target $(NEWEST) -r requirements/triton-newest.txt
 	@touch $@

@@ -1,9 +1,9 @@
-"""The Triton backend on a GPU: checked against fp64, then timed against PyTorch in the same run.
+"""The Triton and Hopper backends on a GPU: checked against fp64, then timed against PyTorch in the same run.
 
     PYTHONPATH=src python benchmarks/triton_gpu.py [--out results.json]
 
 Checks every operation it times, and times nothing if one is wrong. Times are medians; kernels that are short beside a
-launch are timed under a CUDA graph.
+launch are timed under a CUDA graph. A column that names no backend is of the one that is chosen unasked.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, TOKEN
 from anabranch.ops.grouped_gemm.backends.triton.launch import gemm, weight_gradient
 from anabranch.ops.moe_mlp.cases import BENCHMARKS, Case
 from anabranch.ops.route.reference import layout_from_topk
-from anabranch.testing import routing
+from anabranch.testing import routing, usable_backends
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 SHAPES = ("qwen", "sonic", "mixtral")
@@ -71,6 +72,11 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch
     return torch.nn.functional.grouped_mm(a, b, offs=offsets)
 
 
+def backends() -> list[str]:
+    """Those with kernels for this GPU."""
+    return [name for name in usable_backends("moe_mlp", DEVICE) if name in ("hopper", "triton")]
+
+
 def check_others() -> dict[str, float]:
     """The largest relative error of each other operation against the eager backend in fp64."""
     T, H, E, K = 300, 264, 9, 4
@@ -79,11 +85,15 @@ def check_others() -> dict[str, float]:
     q, k, angle = randn(2, 8, 64, 128), randn(2, 2, 64, 128), torch.rand(3, 2, 64, 64, device=DEVICE) * 6
     cos, sin = angle.cos().repeat(1, 1, 1, 2), angle.sin().repeat(1, 1, 1, 2)
     calls = {
-        "grouped_gemm": (
-            ab.grouped_gemm,
-            (x, weight, layout),
-            {"gather": True, "activation": "swiglu", "scale": w},
-        ),
+        "grouped_gemm": (ab.grouped_gemm, (x, weight, layout), {"gather": True, "scale": w}),
+        **{
+            f"grouped_gemm {name}": (
+                ab.grouped_gemm,
+                (x, weight, layout),
+                {"gather": True, "activation": "swiglu", "backend": name},
+            )
+            for name in backends()
+        },
         "permute": (ab.permute, (x, layout), {}),
         "unpermute": (ab.unpermute, (y, layout, w), {}),
         "rope": (ab.rope, (q, k, cos[0], sin[0]), {}),
@@ -96,7 +106,7 @@ def check_others() -> dict[str, float]:
     errors = {"routing": 0.0 if same else 1.0}
     for name, (run, arguments, options) in calls.items():
         wide = [v.double() if isinstance(v, torch.Tensor) else v for v in arguments]
-        found, expected = run(*arguments, **options), run(*wide, **options, backend="eager")
+        found, expected = run(*arguments, **options), run(*wide, **{**options, "backend": "eager"})
         if isinstance(found, torch.Tensor):
             found, expected = (found,), (expected,)
         errors[name] = max(relative(a, b) for a, b in zip(found, expected, strict=True))
@@ -116,15 +126,15 @@ def check() -> None:
         torch.rand(T, K, device=DEVICE, requires_grad=True),
     )
     wide = [v.detach().double().requires_grad_() for v in (x, up, down, w)]
-    out = ab.moe_mlp(x, up, down, ids, w, backend="triton")
-    truth = ab.moe_mlp(*wide[:3], ids, wide[3], backend="eager")
-    grad = torch.randn_like(out)
-    found = torch.autograd.grad(out, (x, up, down, w), grad)
+    truth, grad = ab.moe_mlp(*wide[:3], ids, wide[3], backend="eager"), randn(T, H)
     expected = torch.autograd.grad(truth, wide, grad.double())
-    errors = [relative(a, b) for a, b in zip((out, *found), (truth, *expected), strict=True)]
-    if not max(errors) < 5e-3:
-        sys.exit(f"moe_mlp is wrong by {errors}; nothing is timed")
-    print("relative errors of moe_mlp, out and gradients:", [f"{e:.1e}" for e in errors])
+    for name in backends():
+        out = ab.moe_mlp(x, up, down, ids, w, backend=name)
+        found = torch.autograd.grad(out, (x, up, down, w), grad)
+        errors = [relative(a, b) for a, b in zip((out, *found), (truth, *expected), strict=True)]
+        if not max(errors) < 5e-3:
+            sys.exit(f"moe_mlp by {name} is wrong by {errors}; nothing is timed")
+        print(f"relative errors of moe_mlp by {name}, out and gradients:", [f"{e:.1e}" for e in errors])
 
 
 def peer(x, up, down, ids, w):
@@ -145,17 +155,26 @@ def products(case: Case, kind: str) -> dict[str, float]:
     ends, tokens, rows = layout.offsets[1:].contiguous(), (layout.row_to_slot // K).long(), T * K
     x, x_rows, up, h = randn(T, H), randn(rows, H), randn(E, 2 * I, H), randn(rows, 2 * I)
     out, d_x, d_up = torch.empty_like(h), torch.empty_like(x_rows), torch.empty_like(up)
-    runs = {
+    runs: dict[str, Callable[[], object]] = {
         "dense": lambda: x_rows @ up[0].T,
-        "fwd": lambda: gemm(x_rows, up, layout, out),
+        "fwd triton": lambda: gemm(x_rows, up, layout, out),
         "fwd grouped_mm": lambda: grouped_mm(x_rows, up.mT, ends),
-        "fwd gather": lambda: gemm(x, up, layout, out, x_rows=TOKEN),
+        "fwd gather triton": lambda: gemm(x, up, layout, out, x_rows=TOKEN),
         "fwd gather + grouped_mm": lambda: grouped_mm(x[tokens], up.mT, ends),
-        "dX": lambda: gemm(h, up.mT, layout, d_x),
+        "dX triton": lambda: gemm(h, up.mT, layout, d_x),
         "dX grouped_mm": lambda: grouped_mm(h, up, ends),
-        "dW": lambda: weight_gradient(h, x_rows, layout, d_up, z_rows=ROW, x_rows=ROW),
+        "dW triton": lambda: weight_gradient(h, x_rows, layout, d_up, z_rows=ROW, x_rows=ROW),
         "dW grouped_mm": lambda: grouped_mm(h.T, x_rows, ends),
     }
+    if "hopper" in backends():
+        from anabranch.ops.grouped_gemm.backends.hopper import launch as hopper
+
+        runs |= {
+            "fwd hopper": lambda: hopper.gemm(x_rows, up, hopper.rows_of(layout), out),
+            "fwd gather hopper": lambda: hopper.gemm(x, up, hopper.rows_of(layout), out, gathered=True),
+            "dX hopper": lambda: hopper.gemm(h, up.mT, hopper.rows_of(layout), d_x),
+            "dW hopper": lambda: hopper.weight_gradient(h, x_rows, hopper.rows_of(layout), d_up),
+        }
     return {name: 4e-9 * rows * H * I / ms(run) for name, run in runs.items()}
 
 
@@ -165,7 +184,8 @@ def layer(case: Case, kind: str) -> dict[str, float]:
     x, up, down = randn(T, H, grad=True), randn(E, 2 * I, H, grad=True), randn(E, H, I, grad=True)
     w, grad = torch.rand(T, K, device=DEVICE, requires_grad=True), randn(T, H)
     ids, result = routing(T, E, K, kind).to(DEVICE), {}
-    for name, run in (("ours", ab.moe_mlp), ("grouped_mm", torch.compile(peer))):
+    ours = [(name, partial(ab.moe_mlp, backend=name)) for name in backends()]
+    for name, run in (*ours, ("grouped_mm", torch.compile(peer))):
 
         def forward(run=run) -> None:
             with torch.no_grad():

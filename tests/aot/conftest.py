@@ -1,7 +1,8 @@
-"""Collects what every kernel takes into build/aot.json, and prints the sums of it at the end of the run."""
+"""Collects what every kernel takes into build/aot-RELEASE.json, and prints the sums of it at the end of the run."""
 
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,12 @@ def pytest_terminal_summary(terminalreporter):
         return
     everything = {report.nodeid.rpartition("::")[2]: _rows(report) for report in reports}
     BUILD.mkdir(exist_ok=True)
-    (BUILD / "aot.json").write_text(json.dumps(everything, indent=1))
-    terminalreporter.section("kernels, most registers, how many spill, most shared memory, seconds")
+    triton = version("triton")
+    table = BUILD / f"aot-{triton}.json"
+    table.write_text(json.dumps(everything, indent=1))
+    terminalreporter.section(
+        f"Triton {triton}: kernels, most registers, how many spill, most shared memory, seconds"
+    )
     width = max(map(len, everything))
     terminalreporter.write_line(" ".join([" " * width, *(f"{name:>9}" for name in COLUMNS)]))
     for name, kernels in sorted(everything.items()):
@@ -42,4 +47,4 @@ def pytest_terminal_summary(terminalreporter):
             round(sum(kernel["seconds"] for kernel in kernels), 1),
         )
         terminalreporter.write_line(" ".join([f"{name:{width}}", *(f"{value:>9}" for value in values)]))
-    terminalreporter.write_line(f"{BUILD / 'aot.json'} has each kernel.")
+    terminalreporter.write_line(f"{table} has each kernel.")

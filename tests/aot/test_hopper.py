@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 
-from anabranch import dispatch, moe_mlp
+from anabranch import ExpertLayout, dispatch, grouped_gemm, moe_mlp
 from anabranch.testing.aot import SHARED_MEMORY, compiling
 
 pytestmark = [pytest.mark.no_poison, pytest.mark.slow]
@@ -15,12 +15,22 @@ pytestmark = [pytest.mark.no_poison, pytest.mark.slow]
 SHARED_WORDS = 32
 """Bytes of what all warpgroups start from that the compiler may keep in memory: read once a tile, it costs nothing."""
 KERNELS = {"product_kernel", "gate_gradient_kernel", "weight_gradient_kernel"}
+PRODUCTS = {"product_kernel", "weight_gradient_kernel"}
 CASES = {
     "swiglu": {},
     "transposed": dict(transpose_weight=True, bias=True),
     "gpt_oss": dict(activation="gpt_oss", gate_layout="interleaved", transpose_weight=True, bias=True),
     "input": dict(activation="geglu", gate_layout="interleaved", weight_on="input"),
     "odd": dict(activation="gelu", H=72, I=40, bias=True, dtype=torch.float16),
+}
+
+
+GEMMS = {
+    "rows": {},
+    "gather": dict(gather=True, activation="swiglu", bias=True),
+    "transposed": dict(gather=True, transpose_weight=True, activation="silu"),
+    "narrow": dict(gather=True, transpose_weight=True, N=72, bias=True, dtype=torch.float16),
+    "odd": dict(activation="gpt_oss", K_dim=40, N=144),
 }
 
 
@@ -41,6 +51,24 @@ def run(activation="swiglu", H=512, I=256, bias=False, dtype=torch.bfloat16, **o
         gate_up_bias=zeros(E, N) if bias else None,
         down_bias=zeros(E, H) if bias else None,
         activation=activation,
+        backend="hopper",
+        **options,
+    )
+    out.backward(torch.zeros_like(out))
+
+
+def run_gemm(K_dim=512, N=512, bias=False, dtype=torch.bfloat16, **options):
+    T, K, E = 512, 4, 4
+    layout = ExpertLayout.from_topk(torch.arange(T * K).view(T, K) % E, E)
+
+    def zeros(*shape):
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+    out = grouped_gemm(
+        zeros(T if options.get("gather") else T * K, K_dim),
+        zeros(E, K_dim, N) if options.get("transpose_weight") else zeros(E, N, K_dim),
+        layout,
+        bias=zeros(E, N) if bias else None,
         backend="hopper",
         **options,
     )
@@ -72,6 +100,15 @@ def frozen_bounds(ttgir):
 
 @pytest.mark.parametrize("case", CASES)
 def test_kernels(case, monkeypatch, record_property):
+    check(lambda: run(**CASES[case]), KERNELS, monkeypatch, record_property)
+
+
+@pytest.mark.parametrize("case", GEMMS)
+def test_kernels_of_grouped_gemm(case, monkeypatch, record_property):
+    check(lambda: run_gemm(**GEMMS[case]), PRODUCTS, monkeypatch, record_property)
+
+
+def check(run, kernels, monkeypatch, record_property):
     monkeypatch.setattr(dispatch, "probe", lambda backend, device: None)
     frozen, compile_it = [], triton.compile
 
@@ -82,7 +119,7 @@ def test_kernels(case, monkeypatch, record_property):
 
     monkeypatch.setattr(triton, "compile", compile_and_look)
     with compiling(90) as found:
-        run(**CASES[case])
+        run()
     assert not frozen, "\n".join(frozen)
     rows = [
         dict(
@@ -95,6 +132,6 @@ def test_kernels(case, monkeypatch, record_property):
         for k in found
     ]
     record_property("kernels", json.dumps(rows))
-    assert {k.name for k in found} >= KERNELS
+    assert {k.name for k in found} >= kernels
     wrong = [row for row in rows if row["spilled"] > SHARED_WORDS or row["shared"] > SHARED_MEMORY[90]]
     assert not wrong, "\n".join(map(str, wrong))

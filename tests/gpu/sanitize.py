@@ -13,6 +13,7 @@ import time
 
 import torch
 
+from anabranch.testing import usable_backends
 from anabranch.testing.conformance import CHECKS
 from anabranch.testing.steps import STEPS, results
 
@@ -27,8 +28,9 @@ def cases() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for step in STEPS.values():
             results(step, step.inputs(dtype, "cuda"))
-    for name in GARBAGE:
-        CHECKS[name]("triton", torch.bfloat16, "cuda")
+    for backend in {"hopper", "triton"}.intersection(usable_backends("grouped_gemm", "cuda")):
+        for name in GARBAGE:
+            CHECKS[name](backend, torch.bfloat16, "cuda")
     torch.cuda.synchronize()
 
 

@@ -7,6 +7,8 @@ import torch
 
 from anabranch import ExpertLayout, grouped_gemm, moe_mlp
 from anabranch._backends.eager import product, walk
+from anabranch._backends.eager.epilogue import activate
+from anabranch.epilogues import Epilogue, Gated, from_spec
 from anabranch.testing import assert_component_wise, assert_same, randn, routing, strided
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -84,6 +86,34 @@ def test_combine(dropped, dtype):
         assert_component_wise(path.combine(y, w), exact.sum(1), exact.abs().sum(1), 4)
 
 
+class Unchanged(Epilogue):
+    def forward(self, z):
+        return z
+
+
+class Ones(Epilogue):
+    def forward(self, z):
+        return z.new_ones(1).expand_as(z)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "spec",
+    ["swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu(limit=0.7)", "gpt_oss", Unchanged(), Ones()],
+    ids=str,
+)
+def test_activate_leaves_its_operands_alone(spec, interleaved):
+    """Whatever the inner function of a gate returns, its operand included."""
+    epilogue = from_spec(spec) if isinstance(spec, str) else Gated()
+    if not isinstance(spec, str):
+        object.__setattr__(epilogue, "inner", spec)
+    z = randn(9, 10)
+    before = z.clone()
+    columns = (z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, dim=-1)
+    assert_same(activate(epilogue, *columns), epilogue.forward(*columns))
+    assert_same(z, before)
+
+
 def test_a_walk_leaves_out_rows_without_a_slot():
     counts, row_to_slot = torch.tensor([0, 3, 0, 2]), torch.tensor([4, -1, 0, 9, 2, 5])
     path = walk.Walk.of(ExpertLayout.from_sorted(counts, row_to_slot, 2), walk.BLOCK)
@@ -111,7 +141,9 @@ def check_even(path, layout):
         first, last = block.experts[0][0], block.experts[-1][0]
         assert (block.rows.start, block.rows.stop) == (offsets[first], offsets[last + 1])
         assert len(set(block.sizes)) == 1
-        assert block.size <= (1 + walk.FILLERS) * (block.rows.stop - block.rows.start)
+        count, experts = block.rows.stop - block.rows.start, len(block.experts)
+        assert block.size - count <= walk.FILLERS * count + walk.SPARE * experts
+        assert block.size - count <= walk.WORTH * experts
         for expert, i, j in block.experts:
             rows = path.rows[block.start + i : block.start + j].tolist()
             assert sorted(set(rows)) == list(range(offsets[expert], offsets[expert + 1]))
@@ -127,6 +159,17 @@ def test_even_blocks(kind, dropped):
     assert path.fillers is not None
     assert path.idle == (layout.counts == 0).nonzero()[:, 0].tolist()
     check_even(path, layout)
+
+
+@pytest.mark.parametrize("heights", [(400, 500), (400, 490)])
+def test_tall_experts_share_a_block_if_few_rows_are_missing(heights):
+    """A fifth of a tall expert's rows would cost more than a product of its own."""
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([*heights, *heights]))[:, None]
+    layout = ExpertLayout.from_topk(ids, 4)
+    path = walk.Walk.of(layout, walk.BLOCK // 400, even=True)
+    apart = heights[1] - heights[0] > 2 * walk.WORTH
+    check_even(path, layout)
+    assert {len(block.experts) for block in path.blocks} == ({1} if apart else {2})
 
 
 def test_uneven_counts_have_no_even_blocks():

@@ -77,16 +77,18 @@ def test_the_padding_of_the_tiles_that_would_run(gpu):
     assert explain(grouped_gemm, **product(layout=empty)).padding is None
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("training", "save"), [(False, "activations"), (True, "activations"), (True, "inputs")]
+)
 @pytest.mark.parametrize("weight_on", ["output", "input"])
-def test_the_two_products_of_an_mlp(gpu, training, weight_on):
+def test_the_two_products_of_an_mlp(gpu, training, save, weight_on):
     ids = torch.tensor([[0, 1]] * 3 + [[0, 2]])  # 4, 3, 1 and 0 rows, in tiles of 16
     found = explain(
         moe_mlp, torch.zeros(4, 64), torch.zeros(4, 64, 64).requires_grad_(training), torch.zeros(4, 64, 32), ids,
-        torch.zeros(4, 2), weight_on=weight_on, backend="triton",
+        torch.zeros(4, 2), weight_on=weight_on, save=save, backend="triton",
     )  # fmt: skip
     gathered = POINTERS + "its rows are gathered" if weight_on == "output" else "TMA"
-    h = {"h": "TMA"} if training else {}
+    h = {"h": "TMA"} if training and save == "activations" else {}
     assert found.loads == {"x": gathered, "gate_up": "TMA", **h, "a": "TMA", "down": "TMA"}
     assert found.padding == pytest.approx(1 - 8 / 48)
 

@@ -53,13 +53,13 @@ def kinds(dense):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
-            "layout sparse_coo": dense.to_sparse(),
-            "layout sparse_csr": dense.to_sparse_csr(),
+            "a sparse_coo one": dense.to_sparse(),
+            "a sparse_csr one": dense.to_sparse_csr(),
             "a nested one": torch.nested.nested_tensor([dense[0], dense[1]]),
         }
 
 
-@pytest.mark.parametrize("got", ["layout sparse_coo", "layout sparse_csr", "a nested one"])
+@pytest.mark.parametrize("got", ["a sparse_coo one", "a sparse_csr one", "a nested one"])
 def test_only_dense_tensors(got):
     x, table = kinds(X)[got], kinds(TABLE)[got]
     calls = {

@@ -80,7 +80,9 @@ def test_triton_is_asked_once():
     launch = prepared(kernel)
     for i in range(3):
         launch(f"a{i}", None)
-    assert kernel.asked == [((5, 1, 1), ("a0", None, 7), dict(FLAG=True, BLOCK=16, num_warps=4))]
+    assert kernel.asked == [
+        ((5, 1, 1), ("a0", None, 7), dict(FLAG=True, BLOCK=16, num_warps=4, enable_fp_fusion=True))
+    ]
     assert kernel.run == [
         (5, 1, 1, "stream", "function", "packed", None, None, None, f"a{i}", None, 7, 16, True)
         for i in (1, 2)

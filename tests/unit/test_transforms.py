@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import jvp, vmap
+from torch.func import grad, jvp, vmap
 
 from anabranch import (
     ExpertLayout,
@@ -67,10 +67,37 @@ def test_the_reference_has_forward_mode(op):
     assert (tangent - rise / (2 * step)).abs().max() < 0.02 * tangent.abs().max()
 
 
-@pytest.mark.parametrize("op", ["moe_mlp", "grouped_gemm", "permute", "topk_router", "rope"])
+VMAPPED = {name: CALLS[name] for name in ("moe_mlp", "grouped_gemm", "permute", "topk_router", "rope")}
+VMAPPED["moe_mlp of inputs"] = (lambda x: moe_mlp(x, GATE_UP, DOWN, IDS, WEIGHTS, save="inputs"), X)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_gradients_by_torch_func_are_refused(op):
+    run, x = CALLS[op]
+    name = "rope" if op == "mrope" else op
+    with pytest.raises(UnsupportedError, match=rf"^{name}: torch.func: expected torch.autograd.grad "):
+        grad(lambda x: run(x).square().sum())(x)
+    found = grad(lambda x: run(x, backend="reference").square().sum())(x)
+    x = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(run(x).square().sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_vmap_over_lists_is_refused():
+    run, x = CALLS["multi_gemm"]
+    batch = torch.stack([x, -x])
+    with pytest.raises(
+        UnsupportedError, match=r"^multi_gemm: torch.func.vmap: expected tensors that are not"
+    ):
+        vmap(run)(batch)
+    found = vmap(lambda x: run(x, backend="reference"))(batch)
+    torch.testing.assert_close(found, torch.stack([run(x) for x in batch]))
+
+
+@pytest.mark.parametrize("op", VMAPPED)
 def test_gradient_through_vmap(op):
     """The forward cannot see there that a gradient is needed, and keeps nothing for it."""
-    run, x = CALLS[op]
+    run, x = VMAPPED[op]
     batch = torch.stack([x, -x, 2 * x]).requires_grad_()
     found = vmap(run)(batch)
     (gradient,) = torch.autograd.grad(found.square().sum(), batch)

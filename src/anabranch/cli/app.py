@@ -98,24 +98,49 @@ def doctor() -> None:
 @app.command()
 def bench(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")] = None,
-    case: Annotated[
-        str | None, typer.Option(help="A named shape; one fit for the device if left out.")
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="cpu, qwen, sonic, mixtral, or T,H,I,E,K as numbers; more than once for several."),
     ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Also the first shape with these numbers of tokens, with commas.")
+    ] = None,
+    skew: Annotated[
+        str | None,
+        typer.Option(
+            help="Also the first shape with these exponents of Zipf's law, with commas; 0 is random."
+        ),
+    ] = None,
+    backends: Annotated[
+        str | None, typer.Option(help="Also moe_mlp with each of these backends, with commas.")
+    ] = None,
+    peers: Annotated[
+        str | None, typer.Option(help="none, all, or names with commas; what fits the device if left out.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also a step of ours, kernel by kernel. Needs a GPU.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Aimed at for everything; what no time is left for is skipped.")
+    ] = 240.0,
+    rounds: Annotated[int, typer.Option(min=3, help="How many times each variant is timed, at most.")] = 30,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder of bench.json and bench.png.", readable=False)] = Path(
         "runs/bench"
     ),
-    threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads.")] = 2,
-    rounds: Annotated[int, typer.Option(min=3, help="How many times each variant is timed.")] = 30,
 ) -> None:
-    """Time moe_mlp beside its peers, as a share of the speed of dense products."""
-    from anabranch.cli.bench.command import run_bench
+    """Time moe_mlp beside its peers, as a share of what this machine could do."""
+    from anabranch.cli.bench.command import Options, run_bench
 
+    options = Options(
+        device, shape or (), tokens, skew, backends, peers, explain, seconds, rounds, threads, out
+    )
     try:
-        run_bench(device, case, out, threads, rounds, Console())
+        run_bench(options, Console())
     except Failure as error:
         raise fail(error) from None
     except KeyboardInterrupt:
-        raise fail(Failure("interrupted; nothing was written"), INTERRUPTED) from None
+        raise fail(Failure("interrupted; bench.json has what was finished"), INTERRUPTED) from None
 
 
 @app.command()

@@ -18,7 +18,7 @@ def expert_counts(routing: Routing) -> Tensor:
     """(E,) int32, how many tokens chose each expert.
 
     Raises:
-        ArgumentTypeError: not a :class:`anabranch.nn.Routing`.
+        ArgumentError, ArgumentTypeError: not a :class:`anabranch.nn.Routing`, or one whose tensors do not fit.
     """
     _check("expert_counts", routing)
     counts = ExpertLayout.from_topk(routing.ids, routing.logits.shape[-1]).counts
@@ -40,11 +40,11 @@ def load_balance_loss(routing: Routing, *, score: Literal["softmax", "sigmoid"] 
             equations 17 to 20).
 
     Raises:
-        ArgumentTypeError: not a :class:`anabranch.nn.Routing`.
+        ArgumentError, ArgumentTypeError: not a :class:`anabranch.nn.Routing`, or one whose tensors do not fit.
     """
     _check("load_balance_loss", routing)
     checks.choice("load_balance_loss", "score", score, SCORES)
-    logits = routing.logits
+    logits = routing.logits.to(wide(routing.logits.dtype))
     tokens, experts = logits.shape
     if score == "softmax":
         scores = logits.softmax(-1)
@@ -68,3 +68,8 @@ def z_loss(logits: Tensor) -> Tensor:
 def _check(op: str, routing: object) -> None:
     if not isinstance(routing, Routing):
         raise ArgumentTypeError(op, "routing", expected="a Routing", got=type(routing).__name__)
+    logits, ids = routing.logits, routing.ids
+    checks.tensor(op, "routing.logits", logits, "(T, E)", checks.FLOATS)
+    checks.tensor(op, "routing.ids", ids, "(T, K)", checks.INTEGERS)
+    checks.shape(op, "routing.ids", ids, logits.shape[0], ids.shape[1], means="(logits' T, K)")
+    checks.same_device(op, logits, "logits", **{"routing.ids": ids})

@@ -32,10 +32,13 @@ class MoE(nn.Module):
         num_experts: E.
         top_k: K.
         router: a :class:`Router` of these sizes; None makes ``Router(hidden_size, num_experts, top_k)``.
-        experts: :class:`Experts` of these sizes; None makes them with ``activation`` and ``backend``.
+        experts: :class:`Experts` of these sizes; None makes them with ``activation``, ``save`` and
+            ``backend``.
         shared_intermediate_size: I of the :class:`SharedExpert`; None for no shared expert.
         shared_gate: weight the shared expert's result by a sigmoid of each token.
         activation: of the experts made here, routed and shared.
+        save: what the routed experts made here keep for the backward, ``"activations"`` or ``"inputs"``; see
+            :class:`Experts`.
         backend: of the routed experts made here.
         device: where the parameters made here live.
         dtype: theirs.
@@ -53,11 +56,13 @@ class MoE(nn.Module):
         shared_intermediate_size: int | None = None,
         shared_gate: bool = False,
         activation: str | Epilogue = "swiglu",
+        save: Literal["activations", "inputs"] = "activations",
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        checks.flag("MoE", shared_gate=shared_gate)
         if shared_gate and shared_intermediate_size is None:
             raise ArgumentError(
                 "MoE", "shared_gate", expected="a shared_intermediate_size beside it", got="none"
@@ -74,6 +79,7 @@ class MoE(nn.Module):
                 hidden_size,
                 intermediate_size,
                 activation=activation,
+                save=save,
                 backend=backend,
                 device=device,
                 dtype=dtype,

@@ -45,6 +45,7 @@ class MultiExpertLinear(nn.Module):
         super().__init__()
         check_name("MultiExpertLinear", backend)
         checks.flag("MultiExpertLinear", bias=bias)
+        checks.float_dtype("MultiExpertLinear", dtype)
         self.backend = backend
         self.in_features = _sizes("in_features", in_features)
         self.out_features = _sizes("out_features", out_features)

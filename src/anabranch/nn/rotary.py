@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -59,8 +60,8 @@ class Rotary(nn.Module):
         rotary_dim = check_rotary_dim("Rotary", rotary_dim, dim, "dim")
         if isinstance(base, bool) or not isinstance(base, (int, float)):
             raise ArgumentTypeError("Rotary", "base", expected="a float", got=type(base).__name__)
-        if not base > 0:
-            raise ArgumentError("Rotary", "base", expected="a number above 0", got=base)
+        if not 0 < base <= sys.float_info.max:
+            raise ArgumentError("Rotary", "base", expected="a finite float above 0", got=base)
         checks.choice("Rotary", "pairing", pairing, PAIRINGS)
         checks.choice("Rotary", "order", order, PAIR_ORDERS)
         check_head_axis("Rotary", head_axis)
@@ -84,6 +85,7 @@ class Rotary(nn.Module):
         Layers that share positions can share them too: hand them to :func:`anabranch.rope`.
         """
         checks.dense("Rotary", "positions", positions, "of any rank", checks.INTEGERS)
+        checks.float_dtype("Rotary", dtype)
         pairs = torch.arange(self.rotary_dim // 2, dtype=torch.float64, device=positions.device)
         frequencies = torch.pow(self.base, -2 * pairs / self.rotary_dim)
         angles = positions.unsqueeze(-1) * frequencies

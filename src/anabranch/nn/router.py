@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anabranch.dispatch import check_name
-from anabranch.errors import ArgumentError
+from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.ops import checks
 from anabranch.ops.precision import wide, without_autocast
 from anabranch.ops.topk_router.api import topk_router
@@ -87,7 +87,9 @@ class Router(nn.Module):
             scaling=scaling,
             k_name="top_k",
         )
+        checks.flag("Router", renormalize=renormalize, selection_bias=selection_bias, bias=bias)
         check_name("Router", backend)
+        checks.float_dtype("Router", dtype)
         self.hidden_size = hidden_size
         self.num_experts = num_experts
         self.top_k = top_k
@@ -147,7 +149,8 @@ class Router(nn.Module):
 
         Args:
             counts: (E,) tokens that chose each expert since the last update
-                (:func:`anabranch.nn.expert_counts`), summed over the ranks that share the router.
+                (:func:`anabranch.nn.expert_counts`), summed over the ranks that share the router; on the bias's
+                device.
             rate: the step.
         """
         if self.selection_bias is None:
@@ -155,7 +158,11 @@ class Router(nn.Module):
             raise ArgumentError("Router", "selection_bias", expected=expected, got="one without")
         checks.tensor("Router", "counts", counts, "(E,)", (*checks.INTEGERS, *checks.FLOATS))
         checks.shape("Router", "counts", counts, self.num_experts, means="(E,)")
-        # E times the comparison with the mean, which is exact in integers.
+        checks.same_device("Router", self.selection_bias, "selection_bias", counts=counts)
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+            raise ArgumentTypeError("Router", "rate", expected="a float", got=type(rate).__name__)
+        # E times the comparison with the mean, which is exact in integers. E * counts needs more than int32.
+        counts = counts.to(torch.float64 if counts.is_floating_point() else torch.int64)
         missing = counts.sum() - self.num_experts * counts
         self.selection_bias.add_(missing.sign().to(torch.float32), alpha=rate)
 

@@ -38,6 +38,8 @@ class SharedExpert(nn.Module):
         super().__init__()
         checks.integer("SharedExpert", "hidden_size", hidden_size, minimum=1)
         checks.integer("SharedExpert", "intermediate_size", intermediate_size, minimum=1)
+        checks.flag("SharedExpert", gate=gate)
+        checks.float_dtype("SharedExpert", dtype)
         self.hidden_size = hidden_size
         self.activation = resolve("SharedExpert", activation)
 
@@ -58,6 +60,7 @@ class SharedExpert(nn.Module):
         """x (..., H) to (..., H)."""
         checks.last_size("SharedExpert", "x", x, "H", self.hidden_size)
         checks.own_dtype("SharedExpert", "x", x, self.gate_up.weight, "the parameters")
+        checks.same_device("SharedExpert", self.gate_up.weight, "gate_up.weight", x=x)
         # In the dtype of h: autograd would keep an fp32 copy of it for the backward.
         h = self.gate_up(x).chunk(self.activation.columns, dim=-1)
         y: Tensor = self.down(self.activation.forward(*h))

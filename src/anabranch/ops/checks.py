@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,31 @@ from anabranch.ops.precision import autocasts
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+@lru_cache(4096)
+def known(*facts: Any) -> list[bool]:
+    """For calls with such facts, see :func:`facts`, and whatever else decides: [True] once one passed its checks."""
+    return []
+
+
+def facts(*values: Tensor | None) -> tuple[Any, ...] | None:
+    """All that checks read of tensors; None where they have to be read again, as of those that are no plain tensors.
+
+    Checks of what passed them before take a quarter of a small call's time on the host.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    found: list[Any] = []
+    for value in values:
+        if value is None:
+            found.append(None)
+        elif type(value) not in _PLAIN or value.is_nested:
+            return None
+        else:
+            found += value.shape, value.dtype, value.layout, value.device
+    return tuple(found)
 
 
 def name(dtype: torch.dtype) -> str:
@@ -34,8 +61,8 @@ def dense(op: str, argument: str, value: object, shapes: str, dtypes: Sequence[t
     if not isinstance(value, Tensor):
         raise ArgumentTypeError(op, argument, expected=f"a tensor {shapes}", got=type(value).__name__)
     if value.layout != torch.strided or value.is_nested:
-        got = "a nested one" if value.is_nested else f"layout {str(value.layout).removeprefix('torch.')}"
-        raise ArgumentTypeError(op, argument, expected=f"a dense tensor {shapes}", got=got)
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise ArgumentTypeError(op, argument, expected=f"a dense tensor {shapes}", got=f"a {kind} one")
     if value.dtype not in dtypes:
         expected = "dtype " + " or ".join(name(d) for d in dtypes)
         raise ArgumentTypeError(op, argument, expected=expected, got=name(value.dtype))
@@ -121,6 +148,14 @@ def flag(op: str, **values: object) -> None:
     for argument, value in values.items():
         if not isinstance(value, bool):
             raise ArgumentTypeError(op, argument, expected="a bool", got=type(value).__name__)
+
+
+def float_dtype(op: str, dtype: object) -> None:
+    """Demands a dtype that parameters and tables can have; None is torch's default."""
+    if dtype is None or dtype in FLOATS:
+        return
+    got = name(dtype) if isinstance(dtype, torch.dtype) else type(dtype).__name__
+    raise ArgumentTypeError(op, "dtype", expected=f"None or {' or '.join(map(name, FLOATS))}", got=got)
 
 
 def integer(op: str, argument: str, value: object, *, minimum: int) -> None:

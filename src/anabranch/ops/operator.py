@@ -2,7 +2,8 @@
 
 custom_op looks for aliased results in every call, and its gradients read the schema in every forward that needs
 one: together that takes longer than the kernels of a small layer. Operators defined here leave that out and are
-alike in all else: torch.compile, torch.export, torch.func.vmap and opcheck see no difference.
+alike in all else: torch.compile, torch.export, torch.func.vmap and opcheck see no difference. Neither kind has the
+derivatives of torch.func, such as torch.func.grad.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.autograd.graph import increment_version
+
+from anabranch.errors import UnsupportedError
 
 NAMESPACE = "anabranch"
 
@@ -116,6 +119,13 @@ def _differentiable(operator: Any, kernel: Any, save: Any, differentiate: Any) -
     def run(keyset: Any, *args: Any) -> Any:
         if not (torch.is_grad_enabled() and _C._any_requires_grad(*args)):
             return below(keyset, args)
+        if _C._are_functorch_transforms_active():
+            raise UnsupportedError(
+                operator._opname,
+                "torch.func",
+                expected='torch.autograd.grad (backend="reference" has the transforms of torch.func)',
+                got="torch.func.grad or another derivative of that kind",
+            )
         results = node.apply(*_flat(args, places), keyset, args)
         return list(results) if returns_list else results
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_AS_IT_IS = nullcontext()
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The accumulator's dtype: fp32, or fp64 for fp64."""
@@ -16,7 +18,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for a device. The meta device knows none, and asking for it would raise."""
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+    kind = device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def cast_like_matmul(first: Tensor, *others: Any) -> tuple[Any, ...]:
@@ -33,4 +36,4 @@ def cast_like_matmul(first: Tensor, *others: Any) -> tuple[Any, ...]:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Inside an operator the casts are made already: what it calls must not cast again."""
-    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else _AS_IT_IS

@@ -1,4 +1,4 @@
-"""Derivatives that the operators do not offer, and say so: those of gradients, and forward-mode ones."""
+"""Transforms that operators do not offer, and say so: second derivatives, forward-mode ones, maps over lists."""
 
 from __future__ import annotations
 
@@ -38,3 +38,16 @@ def refuse_forward_mode(op: str, *values: Tensor | None) -> None:
                 expected='none (backend="reference" has forward-mode derivatives)',
                 got="one of forward-mode automatic differentiation",
             )
+
+
+def refuse_vmap(op: str, *values: Tensor) -> None:
+    """Raises if torch.func.vmap maps over a value, in place of what PyTorch says of operators that take lists."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    if any(torch._C._functorch.is_batchedtensor(value) for value in values):
+        raise UnsupportedError(
+            op,
+            "torch.func.vmap",
+            expected='tensors that are not mapped over (backend="reference" takes them)',
+            got="a mapped one",
+        )

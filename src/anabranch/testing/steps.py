@@ -99,6 +99,7 @@ def _add_moe(
 _add_moe("swiglu")
 _add_moe("gpt_oss", bias=True, transposed=True, activation="gpt_oss", gate_layout="interleaved")
 _add_moe("on input", gate=1, activation="relu_squared", weight_on="input")
+_add_moe("of inputs", bias=True, save="inputs")
 
 
 def _add_grouped(flags: Any) -> None:

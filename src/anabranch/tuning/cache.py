@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from anabranch.tuning.environment import variable
 from anabranch.tuning.key import Place
 
 FORMAT = 1
@@ -79,7 +80,7 @@ class Cache:
 
     def results(self, place: Place) -> Results:
         """What is stored for a place: nothing if there is no file, or, with one warning, if it is corrupt."""
-        which = os.environ.get("ANABRANCH_CACHE_DIR"), place
+        which = variable("ANABRANCH_CACHE_DIR"), place
         now = time.monotonic()
         known = self._read.get(which)
         if known is not None and now < known[0]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import torch
 from anabranch.errors import ArgumentError
 from anabranch.tuning import key as keys
 from anabranch.tuning.cache import Cache
+from anabranch.tuning.environment import variable
 from anabranch.tuning.key import Key, Place
 from anabranch.tuning.search import NothingToCheck, Trial, search
 from anabranch.tuning.spec import from_json
@@ -100,7 +100,7 @@ def _decide(place: Place, key: Key, mode: str | None, product: Product, default:
 
 
 def _mode() -> str | None:
-    mode = os.environ.get("ANABRANCH_AUTOTUNE") or None
+    mode = variable("ANABRANCH_AUTOTUNE") or None
     if mode is not None and mode not in MODES:
         expected = "unset or one of " + ", ".join(MODES)
         raise ArgumentError("tuning", "ANABRANCH_AUTOTUNE", expected=expected, got=repr(mode))

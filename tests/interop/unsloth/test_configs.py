@@ -231,7 +231,7 @@ CALLS = [
             permute_y=True,
             is_first_gemm=False,
         ),
-        "use_tma_load_dY",
+        "use_tma_load_dy",
     ),
 ]
 
@@ -271,7 +271,7 @@ def test_wishes_of_the_products_one_by_one():
         ValueError, match="grouped_gemm_forward: use_tma_store: expected False with permute_y"
     ):
         grouped_gemm_forward(X, W, 2, sizes, slots, permute_y=True, use_tma_store=True)
-    with pytest.raises(ValueError, match="grouped_gemm_dX: use_tma_load_dY: expected False with permute_y"):
+    with pytest.raises(ValueError, match="grouped_gemm_dX: use_tma_load_dy: expected False with permute_y"):
         grouped_gemm_dX(dY, W, slots, sizes, 2, permute_y=True, use_tma_load_dy=True)
     with pytest.raises(ValueError, match="grouped_gemm_dW: use_tma_load_x: expected False with permute_x"):
         grouped_gemm_dW(X[:6], dY, sizes, slots, 2, permute_x=True, use_tma_load_x=True)

@@ -208,6 +208,50 @@ def test_by_position():
         GroupedGemm.apply(GOOD["X"], GOOD["W"], GOOD["m_sizes"], 0, None, False, False, None, False)
 
 
+@pytest.mark.parametrize("flag", ["permute_x", "permute_y", "fuse_mul_post", "autotune"])
+@pytest.mark.parametrize("value", ["yes", torch.ones(2)], ids=["str", "Tensor"])
+def test_flags_are_bools(flag, value):
+    message = f"{flag}: expected a bool, got {type(value).__name__}"
+    changed = GOOD | {flag: value}
+    refuses(grouped_gemm, changed, TypeError, message, "grouped_gemm")
+    refuses(grouped_gemm_forward, changed, TypeError, message, "grouped_gemm_forward")
+    by_position = dict(fuse_mul_post=False, permute_y=False, autotune=False, topk_weights=None) | changed
+    order = (
+        "X",
+        "W",
+        "m_sizes",
+        "topk",
+        "gather_indices",
+        "permute_x",
+        "permute_y",
+        "topk_weights",
+        "fuse_mul_post",
+    )
+    arguments = [by_position[name] for name in order]
+    with pytest.raises(TypeError, match=f"^grouped_gemm: {message}"):
+        GroupedGemm.apply(*arguments, None, None, None, by_position["autotune"])
+    rest = {name: GOOD[name] for name in ("m_sizes", "gather_indices", "topk")} | {flag: value}
+    refuses(grouped_gemm_dX, dict(dY=DY, W=GOOD["W"], **rest), TypeError, message, "grouped_gemm_dX")
+    refuses(grouped_gemm_dW, dict(dY=DY, X=randn(12, K), **rest), TypeError, message, "grouped_gemm_dW")
+
+
+@pytest.mark.parametrize("flag", ["is_first_gemm", "dX_only", "dW_only"])
+def test_flags_of_the_whole_are_bools(flag):
+    refuses(grouped_gemm, GOOD | {flag: "no"}, TypeError, f"{flag}: expected a bool, got str", "grouped_gemm")
+
+
+def test_rules_name_the_option_that_was_given():
+    rest = {name: GOOD[name] for name in ("m_sizes", "gather_indices", "topk")}
+    tma = dict(permute_y=True, use_tma_load_dy=True)
+    message = "use_tma_load_dy: expected False with permute_y"
+    refuses(grouped_gemm_dX, dict(dY=DY, W=GOOD["W"], **rest, **tma), ValueError, message, "grouped_gemm_dX")
+
+
+def test_a_sparse_operand_is_called_sparse():
+    message = "X: expected a dense tensor (..., columns), got a sparse_coo one"
+    refuses(grouped_gemm, GOOD | dict(X=GOOD["X"].to_sparse()), TypeError, message, "grouped_gemm")
+
+
 def test_another_device():
     elsewhere = {name: GOOD[name].to("meta") for name in ("m_sizes", "gather_indices")}
     refuses(

@@ -230,6 +230,16 @@ CASES = {
         TypeError,
         r"mrope_section_doubled\[0\]: expected an int, got float",
     ),
+    "sections_half_width": (
+        lambda: rope(cos=ROWS[..., :4], sin=ROWS[..., :4]),
+        ValueError,
+        "^rope: cos: expected a last dimension W of D = 8 with mrope_section_doubled, got W = 4$",
+    ),
+    "section_half_width": (
+        lambda: ops.multimodal_rope(Q, K, ROWS[..., :4], ROWS[..., :4], [1, 2, 1]),
+        ValueError,
+        "^multimodal_rope: cos: expected a last dimension W of D = 8 with mrope_section, got W = 4$",
+    ),
     "section_alone": (
         lambda: ops.multimodal_rope(Q, K, ROWS, ROWS, [1, 2.0, 1]),
         TypeError,

@@ -42,7 +42,7 @@ def test_gradients_that_are_not_contiguous(grad, dtype, backend, device):
         "expand": lambda y: (y * torch.ones(y.shape[1]).expand(y.shape)).sum(),
         "partial": lambda y: y[2:5, 1:].square().sum(),
     }
-    problem = make(dtype, device, routing(9, 4, 2), flags=FULL)
+    problem = make(dtype, device, routing(9, 4, 2), flags=FULL, backend=backend)
     leaves = {n: v.detach().requires_grad_() for n, v in problem.inputs().items()}
     out = problem.call(backend, **leaves)
     copy = out.detach().clone().requires_grad_()
@@ -151,7 +151,7 @@ def test_adapters_of_any_rank(rank, backend, device):
     for counts in ([0, 1, 2], [15, 16, 0]):
         ids = torch.tensor([e for e, c in enumerate(counts) for _ in range(c)]).reshape(-1, 1)
         for N, K_dim in ((rank, 32), (32, rank)):
-            problem = make(torch.bfloat16, device, ids, 3, N, K_dim, Flags(), counts=counts)
+            problem = make(torch.bfloat16, device, ids, 3, N, K_dim, Flags(), counts=counts, backend=backend)
             solve(backend, problem, f"counts {counts}, N = {N}, K_dim = {K_dim}")
 
 
@@ -170,7 +170,7 @@ def test_the_same_bits_at_the_same_number_of_threads(threads):
 
 
 def test_deterministic_algorithms_change_nothing(backend, device):
-    problem = make(torch.bfloat16, device)
+    problem = make(torch.bfloat16, device, backend=backend)
     expected = problem.run(backend)
     torch.use_deterministic_algorithms(True)
     try:

@@ -106,7 +106,7 @@ def test_moe_mlp(kind, weight_on, seed, paths):
     )  # fmt: skip
     out, written = guard_band((T, H), torch.float32)
     h, kept = guard_band((T * K, N), torch.float32)
-    backend.forward(call, out, h)
+    backend.forward_routed(call, out, h)
     backend.backward(call, randn(T, H), h, [True] * 6)
     for around in (*checks, *more, check, written, kept):
         around()

@@ -282,3 +282,34 @@ def test_any_tiles_give_the_same_result(kind):
 def test_fp64_is_refused(device):
     with pytest.raises(UnsupportedError, match="triton: it accumulates in fp32, too coarse for float64"):
         make(torch.float64, device).call("triton")
+
+
+@runs
+@pytest.mark.parametrize("columns", [0, 3])
+@pytest.mark.parametrize(
+    ("rows", "total", "dead"),
+    [
+        (130, 130, []),
+        (130, 130, [0, 63, 64, 129]),
+        (130, 64, [3]),
+        (70, 0, []),
+        (1, 1, []),
+        (64, 2**31 - 1, [5]),
+        (64, -5, []),
+    ],
+)
+def test_what_hopper_clears(rows, total, dead, columns, device):
+    """Rows that no slot has, in a pass of plain Triton after its product."""
+    from anabranch.ops.grouped_gemm.backends.hopper.unused import clear
+
+    offsets = torch.tensor([0, 0, total], dtype=torch.int32)
+    row_to_slot = torch.arange(rows, dtype=torch.int32)
+    row_to_slot[dead] = -1
+    out, untouched = guard_band((rows, 1100), torch.float32, device, columns=columns)
+    out.copy_(torch.rand(rows, 1100) + 1)
+    expected = out.clone()
+    expected[dead] = 0
+    expected[max(0, total) :] = 0
+    clear(out, offsets, row_to_slot)
+    untouched()
+    assert torch.equal(out, expected)

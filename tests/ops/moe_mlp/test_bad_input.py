@@ -169,6 +169,7 @@ BAD = {
         "gate_layout: expected 'concatenated' for silu, which has no gate, got 'interleaved'",
     ),
     "weight_on": ({"weight_on": "both"}, ValueError, "weight_on: expected 'output' or 'input', got 'both'"),
+    "save": ({"save": "x"}, ValueError, "save: expected 'activations' or 'inputs', got 'x'"),
     "backend": (
         {"backend": "cuda"},
         ValueError,

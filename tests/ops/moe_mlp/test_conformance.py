@@ -46,6 +46,7 @@ def options(case: Case) -> dict[str, object]:
         "transpose_weight": case.transpose_weight,
         "gate_layout": case.gate_layout,
         "weight_on": case.weight_on,
+        "save": case.save,
     }
 
 
@@ -148,7 +149,7 @@ def test_exact_in_fp64(name: str, backend: str) -> None:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("name", ["odd", "gpt_oss", "duplicates", "llama4"])
+@pytest.mark.parametrize("name", ["odd", "gpt_oss", "duplicates", "llama4", "inputs", "inputs_on_input"])
 def test_gradcheck(name: str) -> None:
     case = Case(**{**TESTS[name].__dict__, "tokens": 4, "hidden": 4, "intermediate": 3})
     inputs, ids = make(case, torch.float64)
@@ -160,12 +161,28 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(run, tuple(given.values()))
 
 
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("name", [n for n in TESTS if n != "no_tokens"])
+def test_what_is_kept_changes_no_bit(name: str, dtype: torch.dtype, backend: str) -> None:
+    case = TESTS[name]
+    inputs, ids = make(case, dtype)
+    found = []
+    for save in ("activations", "inputs"):
+        out = moe_mlp(**inputs, expert_ids=ids, **{**options(case), "save": save}, backend=backend)
+        grad = randn(*out.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+        found.append({"out": out.detach(), **gradients(out, inputs, grad)})
+    for key, value in found[1].items():
+        assert bool(value.any()) == (name != "all_dropped" and value.numel() > 0), key
+        assert_same(value, found[0][key], name=key)
+
+
+@pytest.mark.parametrize("save", ["activations", "inputs"])
 @pytest.mark.parametrize("weight_on", ["output", "input"])
 @pytest.mark.parametrize(
     "wanted", list(itertools.product((False, True), repeat=6)), ids=lambda w: "".join("01"[b] for b in w)
 )
-def test_every_combination_of_requires_grad(wanted: tuple[bool, ...], weight_on: str) -> None:
-    case = Case(9, 6, 4, 4, 2, bias=True, dropped=0.2, weight_on=weight_on)
+def test_every_combination_of_requires_grad(wanted: tuple[bool, ...], weight_on: str, save: str) -> None:
+    case = Case(9, 6, 4, 4, 2, bias=True, dropped=0.2, weight_on=weight_on, save=save)
     inputs, ids = make(case, torch.float32)
     full = gradients(moe_mlp(**inputs, expert_ids=ids, **options(case)), inputs, torch.ones(9, 6))
     some = {k: v.detach().requires_grad_(w) for (k, v), w in zip(inputs.items(), wanted, strict=True)}
@@ -198,6 +215,26 @@ def test_frozen_experts_pay_for_no_weight_gradient() -> None:
         return _count_calls(lambda: out.sum().backward(), "aten::mm")
 
     assert products(frozen=False) - products(frozen=True) == 2 * case.experts
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("wanted", "more"),
+    [(NAMES, 1), (("x",), 1), (("down",), 1), (("expert_weights",), 1), (("down_bias",), 0)],
+    ids=str,
+)
+def test_a_pre_activation_made_again_costs_one_product(wanted: tuple[str, ...], more: int) -> None:
+    """The up-projection of each expert, and where no gradient needs it not even that."""
+    case = Case(16, 8, 4, 4, 2, bias=True, routing="even")
+    inputs, ids = make(case, torch.float64)
+    for name, value in inputs.items():
+        value.requires_grad_(name in wanted)
+
+    def products(save: str) -> int:
+        out = moe_mlp(**inputs, expert_ids=ids, save=save)
+        return _count_calls(lambda: out.sum().backward(), "aten::addmm")
+
+    assert products("inputs") - products("activations") == more * case.experts
 
 
 @pytest.mark.fp64
@@ -249,18 +286,21 @@ def test_stride_zero_gradients(reduce: object, device: str) -> None:
             torch.testing.assert_close(v, other[k].grad, rtol=1e-4, atol=1e-5)
 
 
-def test_two_backwards_through_one_graph_agree() -> None:
-    inputs, ids = make(TESTS["gpt_oss"], torch.float32)
-    out = moe_mlp(**inputs, expert_ids=ids, **options(TESTS["gpt_oss"]))
+@pytest.mark.parametrize("name", ["gpt_oss", "inputs"])
+def test_two_backwards_through_one_graph_agree(name: str) -> None:
+    inputs, ids = make(TESTS[name], torch.float32)
+    out = moe_mlp(**inputs, expert_ids=ids, **options(TESTS[name]))
     grad = torch.randn_like(out)
     first, second = gradients(out, inputs, grad), gradients(out, inputs, grad)
     for k in first:
         assert_same(first[k], second[k], name=k)
 
 
-def test_a_second_derivative_raises_clearly() -> None:
+@pytest.mark.parametrize("save", ["activations", "inputs"])
+def test_a_second_derivative_raises_clearly(save: str) -> None:
     inputs, ids = make(TESTS["qwen"], torch.float32)
-    (d_x,) = torch.autograd.grad(moe_mlp(**inputs, expert_ids=ids).sum(), inputs["x"], create_graph=True)
+    out = moe_mlp(**inputs, expert_ids=ids, save=save)
+    (d_x,) = torch.autograd.grad(out.sum(), inputs["x"], create_graph=True)
     with pytest.raises(NotImplementedError, match="moe_mlp: create_graph: expected first derivatives"):
         d_x.sum().backward()
 

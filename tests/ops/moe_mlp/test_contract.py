@@ -108,14 +108,19 @@ def test_the_weight_layout_is_what_the_caller_says_where_the_first_fits_both() -
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu_squared"])
 @pytest.mark.parametrize("weight_on", ["output", "input"])
-def test_kept_for_the_backward_is_h_and_the_layout(activation: str, weight_on: str) -> None:
+@pytest.mark.parametrize("save", ["activations", "inputs"])
+def test_kept_for_the_backward_are_the_layout_and_h_if_wanted(
+    activation: str, weight_on: str, save: str
+) -> None:
     T, H, I, E, K = 32, 16, 8, 4, 2  # noqa: E741
     N = 2 * I if activation == "swiglu" else I
     x, up, down = torch.randn(T, H), torch.randn(E, N, H, requires_grad=True), torch.randn(E, H, I)
     ids, w = routing(T, E, K), torch.rand(T, K)
-    options = {"activation": activation, "weight_on": weight_on}
-    layout = 4 * (E + (E + 1) + 2 * T * K)
-    assert explain(moe_mlp, x, up, down, ids, w, **options).saved_bytes == 4 * T * K * N + layout
+    options = {"activation": activation, "weight_on": weight_on, "save": save}
+    layout, h = 4 * (E + (E + 1) + 2 * T * K), 4 * T * K * N if save == "activations" else 0
+    found = explain(moe_mlp, x, up, down, ids, w, **options)
+    assert found.saved_bytes == h + layout
+    assert f"  kept for the backward beyond the arguments: {h + layout:,} bytes" in str(found).splitlines()
     with torch.no_grad():
         assert explain(moe_mlp, x, up, down, ids, w, **options).saved_bytes == 0
 
@@ -132,10 +137,45 @@ def test_without_gradients_h_is_not_even_allocated() -> None:
                 seen.append(out[1].numel())
             return out
 
-    for grad in (torch.no_grad(), torch.enable_grad()):
+    for grad, save in (
+        (torch.no_grad(), "activations"),
+        (torch.enable_grad(), "inputs"),
+        (torch.enable_grad(), "activations"),
+    ):
         with grad, Watch():
-            moe_mlp(x, up, down, ids, w)
-    assert seen == [0, 32 * 8]
+            moe_mlp(x, up, down, ids, w, save=save)
+    assert seen == [0, 0, 32 * 8]
+
+
+@pytest.mark.cpu
+def test_saved_are_the_very_inputs() -> None:
+    """No copy of x among what the node holds, and of the pre-activation a tensor without elements."""
+    x, up, down = make(16, 8, 4, 4)
+    ids, w = routing(16, 4, 2), torch.rand(16, 2, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda v: saved.append(v) or v, lambda v: v):
+        moe_mlp(x, up, down, ids, w, save="inputs")
+    given = {v.data_ptr() for v in (x, up, down, w)}
+    rest = [v for v in saved if v.data_ptr() not in given]
+    assert len(saved) == 9
+    assert sorted(v.numel() for v in rest) == [0, 4, 5, 32, 32]
+    assert all(v.dtype == torch.int32 for v in rest if v.numel())
+
+
+@pytest.mark.cpu
+def test_the_reference_keeps_nothing_of_inputs_and_gives_higher_derivatives() -> None:
+    x, up, down = make(6, 8, 4, 4, torch.float64)
+    w = torch.rand(6, 2, dtype=torch.float64, requires_grad=True)
+    leaves, found = (x, up, down, w), []
+    for save in ("activations", "inputs"):
+        given = dict(save=save, backend="reference")
+        kept = explain(moe_mlp, x, up, down, DROPPED, w, **given).saved_bytes
+        assert (kept == 0) == (save == "inputs")
+        out = moe_mlp(x, up, down, DROPPED, w, **given)
+        (d_x,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        found.append([out, d_x, *torch.autograd.grad(d_x.square().sum(), leaves)])
+    for a, b in zip(*found, strict=True):
+        assert_same(a, b)
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -193,14 +233,17 @@ def test_opcheck(ids: Tensor) -> None:
     constants = tuple(v if v is None else v.detach() for v in inputs)
     torch.library.opcheck(torch.ops.anabranch.moe_mlp.default, (True, *inputs, ids, *FLAGS))
     torch.library.opcheck(torch.ops.anabranch.moe_mlp.default, (False, *constants, ids, *FLAGS))
+    torch.library.opcheck(torch.ops.anabranch.moe_mlp.default, (False, *inputs, ids, *FLAGS))
     _, h, *layout = torch.ops.anabranch.moe_mlp(True, *constants, ids, *FLAGS)
     needs = [True, False, True, True, False, True]
-    args = (needs, torch.randn(12, 8), h, *constants, *layout, *FLAGS)
-    torch.library.opcheck(torch.ops.anabranch.moe_mlp_backward.default, args)
+    for kept in (h, h.new_empty(0)):
+        args = (needs, torch.randn(12, 8), kept, *constants, *layout, *FLAGS)
+        torch.library.opcheck(torch.ops.anabranch.moe_mlp_backward.default, args)
 
 
 @pytest.mark.cpu
-def test_one_graph_for_any_number_of_tokens() -> None:
+@pytest.mark.parametrize("save", ["activations", "inputs"])
+def test_one_graph_for_any_number_of_tokens(save: str) -> None:
     _, up, down = make(1, 8, 4, 4)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -208,8 +251,8 @@ def test_one_graph_for_any_number_of_tokens() -> None:
     for T in (7, 64, 65, 33):
         x, w = torch.randn(T, 8, requires_grad=True), torch.rand(T, 2, requires_grad=True)
         ids = routing(T, 4, 2, "every_other")
-        out = compiled(x, up, down, ids, w)
-        expected = moe_mlp(x, up, down, ids, w)
+        out = compiled(x, up, down, ids, w, save=save)
+        expected = moe_mlp(x, up, down, ids, w, save=save)
         assert_same(out, expected)
         for a, b in zip(
             *(torch.autograd.grad(y.sum(), (x, up, down, w)) for y in (out, expected)), strict=True
@@ -230,11 +273,12 @@ def test_export() -> None:
 
 
 @pytest.mark.cpu
-def test_fake_tensors() -> None:
+@pytest.mark.parametrize("save", ["activations", "inputs"])
+def test_fake_tensors(save: str) -> None:
     with FakeTensorMode():
         x, up, down = make(9, 8, 4, 4, torch.bfloat16)
         w = torch.rand(9, 2, requires_grad=True)
-        out = moe_mlp(x, up, down, torch.zeros(9, 2, dtype=torch.int64), w)
+        out = moe_mlp(x, up, down, torch.zeros(9, 2, dtype=torch.int64), w, save=save)
         assert (out.shape, out.dtype) == ((9, 8), torch.bfloat16)
         out.sum().backward()
         assert w.grad.shape == (9, 2)

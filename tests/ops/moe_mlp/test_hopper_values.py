@@ -43,11 +43,11 @@ def make(case, dtype, bias):
     return [v.requires_grad_() for v in inputs], ids, randn(T, H, generator=g).to(dtype), given
 
 
-def run(inputs, ids, grad, given, backend, dtype=None):
+def run(inputs, ids, grad, given, backend, dtype=None, **options):
     if dtype is not None:
         inputs = [v.detach().to(dtype).requires_grad_() for v in inputs]
     biases = dict(zip(("gate_up_bias", "down_bias"), inputs[4:], strict=False))
-    out = moe_mlp(*inputs[:3], ids, inputs[3], backend=backend, **biases, **given)
+    out = moe_mlp(*inputs[:3], ids, inputs[3], backend=backend, **biases, **given, **options)
     return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
 
 
@@ -66,6 +66,15 @@ def test_values_and_gradients(case, bias, dtype):
         assert_within_budget(*values, name=name, rows=name in ("out", "x"))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_kept_changes_no_bit(case):
+    given = make(case, torch.bfloat16, True)
+    expected = run(*given, "hopper")
+    for name, a, b in zip(("out", *NAMES), run(*given, "hopper", save="inputs"), expected, strict=True):
+        assert a.any(), name
+        assert_same(a, b, name=name)
+
+
 def test_repeats_to_the_bit():
     inputs, ids, grad, given = make("ragged", torch.bfloat16, True)
     first = run(inputs, ids, grad, given, "hopper")
@@ -74,13 +83,14 @@ def test_repeats_to_the_bit():
             assert_same(a, b, name=name)
 
 
-def test_computes_only_what_is_needed():
+@pytest.mark.parametrize("save", ["activations", "inputs"])
+def test_computes_only_what_is_needed(save):
     inputs, ids, grad, given = make("ragged", torch.bfloat16, True)
     everything = run(inputs, ids, grad, given, "hopper")
     for i, (value, expected) in enumerate(zip(inputs, everything[1:], strict=True)):
         alone = [v.detach().requires_grad_(i == j) for j, v in enumerate(inputs)]
         biases = dict(gate_up_bias=alone[4], down_bias=alone[5])
-        out = moe_mlp(*alone[:3], ids, alone[3], backend="hopper", **biases, **given)
+        out = moe_mlp(*alone[:3], ids, alone[3], backend="hopper", save=save, **biases, **given)
         (found,) = torch.autograd.grad(out, [alone[i]], grad)
         assert_same(found, expected, name=NAMES[i])
         assert found.shape == value.shape

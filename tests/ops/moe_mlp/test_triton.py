@@ -50,7 +50,7 @@ def make(case, dtype=torch.float32):
     return inputs, ids, randn(T, H, dtype=dtype)
 
 
-def run(case, inputs, ids, grad, backend):
+def run(case, inputs, ids, grad, backend, save=None):
     """The output and the gradients, by name."""
     leaves = {n: v.detach().requires_grad_() for n, v in inputs.items() if v is not None}
     out = moe_mlp(
@@ -60,6 +60,7 @@ def run(case, inputs, ids, grad, backend):
         transpose_weight=case.transpose_weight,
         gate_layout=case.gate_layout,
         weight_on=case.weight_on,
+        save=save or case.save,
         backend=backend,
     )
     grads = torch.autograd.grad(out, list(leaves.values()), grad.to(out.dtype), materialize_grads=True)
@@ -106,6 +107,17 @@ def test_values_and_gradients(name, dtype):
 @pytest.mark.parametrize("name", ALIGNED)
 def test_the_accelerators_paths(hopper, name, dtype):
     check(ALIGNED[name], *make(ALIGNED[name], dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ALIGNED)
+def test_what_is_kept_changes_no_bit(hopper, name, dtype):
+    """The conformance suite's for the accelerator's paths, each with the tiles of the other way."""
+    given = make(ALIGNED[name], dtype)
+    expected = run(ALIGNED[name], *given, "triton", "activations")
+    for key, value in run(ALIGNED[name], *given, "triton", "inputs").items():
+        assert value.any(), key
+        assert_same(value, expected[key], name=key)
 
 
 @pytest.mark.parametrize(
@@ -160,13 +172,14 @@ def test_fp64_is_refused():
 def test_a_forward_is_remembered_while_the_tuner_stands_by_it(name, keep, device, monkeypatch):
     from anabranch import tuning
     from anabranch.ops.moe_mlp.backends import triton as backend
+    from anabranch.ops.moe_mlp.backends.triton import remembered
 
     case = ALIGNED[name]
     planned, original = [], backend.gemm
     monkeypatch.setattr(
         backend, "gemm", lambda *args, **given: planned.append("gemm") or original(*args, **given)
     )
-    monkeypatch.setattr(backend, "_remembered", lru_cache(backend._remembered.__wrapped__))
+    monkeypatch.setattr(remembered, "_remembered", lru_cache(remembered._remembered.__wrapped__))
     for standing, plans in (("a", 2), ("a", 0), ("b", 2)):
         inputs, ids, _ = make(case)
         inputs["x"].requires_grad_(keep)

@@ -180,3 +180,13 @@ def test_ticks_that_overflow_their_dtype(seconds: torch.Tensor) -> None:
     """Twice as much is infinite in half precision, and negative in int64."""
     with pytest.raises(ArgumentError, match="ticks that count exactly"):
         rope_index(**{**GOOD, **pace(seconds)})
+
+
+@pytest.mark.parametrize("argument", ["input_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"])
+def test_nothing_to_read_on_the_meta_device(argument: str) -> None:
+    change = {argument: torch.as_tensor(GOOD[argument]).to("meta")}
+    if argument == "input_ids":
+        change["attention_mask"] = None
+    refuses(
+        ArgumentError, change, f"{argument}: expected values to read on the host, got a tensor on device meta"
+    )

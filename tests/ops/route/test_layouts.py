@@ -41,7 +41,7 @@ def inverse(layout: ExpertLayout, num_rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
-    ("T", "E", "K"), [(33, 1, 1), (33, 7, 2), (50, 3, 8), (9, 256, 4), (1, 5, 1), (0, 4, 2)]
+    ("T", "E", "K"), [(33, 1, 1), (33, 7, 2), (50, 3, 8), (9, 256, 4), (300, 7, 4), (1, 5, 1), (0, 4, 2)]
 )
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_from_topk(kind, T, E, K, dtype):

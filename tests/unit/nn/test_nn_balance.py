@@ -98,3 +98,34 @@ def test_wrong_arguments():
             ArgumentTypeError, match=f"{loss.__name__}: routing: expected a Routing, got tuple"
         ):
             loss(tuple(routing(randn(T, E))))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_half_precision_logits_add_up_in_fp32(score):
+    # The fp16 sum over so many tokens would be infinite.
+    logits = torch.zeros(2**18, 2, dtype=torch.float16)
+    loss = load_balance_loss(routing(logits, 1), score=score)
+    assert loss.dtype == torch.float32
+    assert loss.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"logits": None}, ArgumentTypeError, r"routing.logits: expected a tensor \(T, E\), got NoneType"),
+        ({"logits": torch.zeros(E)}, ArgumentError, r"routing.logits: expected shape \(T, E\), got"),
+        ({"logits": torch.zeros(T, E).long()}, ArgumentTypeError, "routing.logits: expected dtype"),
+        ({"ids": torch.zeros(T, K)}, ArgumentTypeError, "routing.ids: expected dtype"),
+        ({"ids": torch.zeros(T + 1, K).long()}, ArgumentError, "routing.ids: expected shape"),
+        (
+            {"ids": torch.zeros(T, K, device="meta").long()},
+            ArgumentError,
+            "routing.ids: expected logits's dev",
+        ),
+    ],
+)
+def test_a_routing_that_does_not_fit_is_refused(fields, kind, message):
+    wrong = routing(randn(T, E))._replace(**fields)
+    for loss in (expert_counts, load_balance_loss):
+        with pytest.raises(kind, match=f"^{loss.__name__}: {message}"):
+            loss(wrong)

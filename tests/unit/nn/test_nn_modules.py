@@ -261,3 +261,46 @@ def test_a_backend_asked_for_runs_or_raises(name):
         run(make(backend="hopper"))
     with pytest.raises(ValueError, match=f"{name}: backend: expected None or one of .*, got 'gpu'"):
         make(backend="gpu")
+
+
+MADE = {
+    "Router": lambda **k: Router(8, 4, 2, **k),
+    "Experts": lambda **k: Experts(4, 8, 6, **k),
+    "SharedExpert": lambda **k: SharedExpert(8, 6, **k),
+    "MultiExpertLinear": lambda **k: MultiExpertLinear([2, 3], [4, 5], **k),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize(
+    ("dtype", "got"), [(torch.int32, "int32"), (torch.complex64, "complex64"), ("float32", "str")], ids=str
+)
+def test_only_floats_are_parameters(made, dtype, got):
+    with pytest.raises(TypeError, match=f"^{made}: dtype: expected None or float16 or .*, got {got}"):
+        MADE[made](dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("made", "flag"),
+    [
+        ("Router", "renormalize"),
+        ("Router", "selection_bias"),
+        ("Router", "bias"),
+        ("Experts", "bias"),
+        ("Experts", "transpose_weight"),
+        ("SharedExpert", "gate"),
+    ],
+)
+def test_flags_are_checked_when_a_module_is_made(made, flag):
+    with pytest.raises(TypeError, match=f"^{made}: {flag}: expected a bool, got int"):
+        MADE[made](**{flag: 1})
+
+
+def test_shared_gate_is_a_flag():
+    with pytest.raises(TypeError, match=r"^MoE: shared_gate: expected a bool, got int"):
+        MoE(8, 6, 4, 2, shared_intermediate_size=4, shared_gate=1)
+
+
+def test_a_shared_expert_elsewhere_is_refused():
+    with pytest.raises(ValueError, match=r"^SharedExpert: x: expected gate_up.weight's device cpu, got meta"):
+        SharedExpert(8, 6)(torch.zeros(3, 8, device="meta"))

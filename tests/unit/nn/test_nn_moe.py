@@ -65,6 +65,7 @@ EXPERTS = {
     "interleaved": dict(gate_layout="interleaved", transpose_weight=True, bias=True),
     "transposed": dict(transpose_weight=True),
     "input": dict(weight_on="input"),
+    "inputs kept": dict(save="inputs", bias=True),
 }
 
 
@@ -92,6 +93,31 @@ def test_experts_of_an_activation_without_a_gate():
     y = experts(x, torch.tensor([[4]]), torch.ones(1, 1))
     h = F.relu(experts.gate_up[4] @ x[0] + experts.gate_up_bias[4]) ** 2
     torch.testing.assert_close(y[0], experts.down[4] @ h + experts.down_bias[4])
+
+
+@pytest.mark.parametrize("where", ["moe", "experts"])
+def test_what_is_kept_is_passed_on(where):
+    """Of a module in fp64, with the same results: less by the pre-activation, T * K * 2 * I numbers."""
+
+    def kept(save):
+        given = dict(save=save) if where == "moe" else dict(experts=Experts(E, H, INNER, save=save))
+        module, saved = MoE(H, INNER, E, K, **given).double(), {}
+        module.load_state_dict(state)
+
+        def note(value):
+            saved[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+            y = module(x)
+        y.sum().backward()
+        return sum(saved.values()), [y, *(v.grad for v in module.parameters())]
+
+    state, x = MoE(H, INNER, E, K).double().state_dict(), randn(T, H, dtype=torch.float64)
+    (more, expected), (less, found) = kept("activations"), kept("inputs")
+    assert more - less == 8 * T * K * 2 * INNER
+    for a, b in zip(found, expected, strict=True):
+        assert_same(a, b)
 
 
 def test_moe_in_fp64():
@@ -220,6 +246,7 @@ def test_a_frozen_part_gets_no_gradient():
         (dict(activation="swish"), "activation: expected one of .*, got 'swish'"),
         (dict(gate_layout="mixed"), "gate_layout: expected 'concatenated' or 'interleaved', got 'mixed'"),
         (dict(weight_on="both"), "weight_on: expected 'output' or 'input', got 'both'"),
+        (dict(save="x"), "save: expected 'activations' or 'inputs', got 'x'"),
         (dict(backend="gpu"), "backend: expected None or one of .*, got 'gpu'"),
         (
             dict(activation="silu", gate_layout="interleaved"),
@@ -293,4 +320,5 @@ def test_repr():
         "gate_layout='interleaved', transpose_weight=True)"
     )
     assert repr(Experts(2, 3, 4, weight_on="input", backend="eager")).endswith("'input', backend='eager')")
+    assert repr(Experts(2, 3, 4, save="inputs")) == "Experts(2, 3, 4, activation='swiglu', save='inputs')"
     assert "(shared): SharedExpert(\n    activation='swiglu'" in repr(moe())

@@ -129,7 +129,9 @@ def test_inputs_are_left_alone():
         (dict(dim=15), ArgumentError, "dim: expected an even number without rotary_dim, got 15"),
         (dict(rotary_dim=7), ArgumentError, "rotary_dim: expected an even number up to dim = 16, got 7"),
         (dict(rotary_dim=18), ArgumentError, "rotary_dim: expected an even number up to dim = 16, got 18"),
-        (dict(base=0), ArgumentError, "base: expected a number above 0, got 0"),
+        (dict(base=0), ArgumentError, "base: expected a finite float above 0, got 0"),
+        (dict(base=float("inf")), ArgumentError, "base: expected a finite float above 0, got inf"),
+        (dict(base=10**400), ArgumentError, "base: expected a finite float above 0, got 1000"),
         (dict(base="1"), ArgumentTypeError, "base: expected a float, got str"),
         (dict(pairing="none"), ArgumentError, "pairing: expected 'half' or 'adjacent', got 'none'"),
         (dict(order="none"), ArgumentError, "order: expected 'blocked' or 'interleaved', got 'none'"),
@@ -145,6 +147,11 @@ def test_inputs_are_left_alone():
 def test_wrong_options(arguments, error, message):
     with pytest.raises(error, match=f"Rotary: {message}"):
         Rotary(**(dict(dim=D) | arguments))
+
+
+def test_tables_of_integers_are_refused():
+    with pytest.raises(ArgumentTypeError, match=r"^Rotary: dtype: expected None or float16 or .*, got int32"):
+        Rotary(D).tables(torch.arange(3), torch.int32)
 
 
 def test_wrong_inputs():

@@ -80,6 +80,15 @@ class TestSelectionBias:
         expected = torch.tensor([-0.501, 0.499, -0.001, 0.001])
         torch.testing.assert_close(router.selection_bias, expected, rtol=1e-6, atol=0)
 
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float16], ids=str)
+    def test_counts_as_large_as_their_dtype_holds(self, dtype):
+        # Times E they no longer fit into int32, nor their sum into fp16.
+        router = Router(H, E, 1, selection_bias=True)
+        counts = torch.full((E,), 60_000 if dtype == torch.float16 else 2**29)
+        counts[0] = 65_000 if dtype == torch.float16 else 2**30
+        router.update_selection_bias(counts.to(dtype), rate=1.0)
+        assert router.selection_bias.tolist() == [-1.0] + [1.0] * (E - 1)
+
     def test_changes_the_choice_alone(self):
         router = Router(H, E, K, score="sigmoid", selection_bias=True)
         router.selection_bias[3] = 10
@@ -131,6 +140,12 @@ class TestSelectionBias:
             router.update_selection_bias(torch.zeros(E + 1))
         with pytest.raises(ArgumentTypeError, match="Router: counts: expected dtype"):
             router.update_selection_bias(torch.zeros(E, dtype=torch.bool))
+        with pytest.raises(
+            ArgumentError, match="Router: counts: expected selection_bias's device cpu, got meta"
+        ):
+            router.update_selection_bias(torch.zeros(E, device="meta"))
+        with pytest.raises(ArgumentTypeError, match="Router: rate: expected a float, got str"):
+            router.update_selection_bias(torch.zeros(E), "1")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from anabranch.ops.precision import wide
 
 BLOCK = 2**18
 """Elements of pre-activation in a block: large enough to outweigh the calls, small enough for the cache."""
-FILLERS = 1 / 6
-"""Fillers in an even block, at most, beside each row."""
+FILLERS, SPARE, WORTH = 1 / 5, 8, 48
+"""Fillers in an even block, at most: FILLERS beside each row and SPARE beside each expert, in all WORTH an expert. A
+product of its own costs an expert as much as some dozens of rows."""
 EVEN = 2
 """Blocks that an even one is as large as: its two products outweigh more rows that leave the cache."""
 
@@ -78,7 +79,9 @@ class Walk:
             ends = places_of_rows
             if places < inverse.numel():
                 ends = nn.pad(ends, (0, 1), value=rows.shape[0])  # where dropped slots go
-            slots, inverse = slots[rows], ends[inverse]
+            # Indexing with brackets takes several times as long.
+            slots = slots.index_select(0, rows)
+            inverse = ends.index_select(0, inverse.reshape(-1)).view(inverse.shape)
         idle = [e for e, (start, stop) in enumerate(pairwise(offsets)) if start == stop]
         tokens = slots // max(1, layout.top_k)
         return cls(blocks, slots, tokens, rows, inverse, idle, fillers, places_of_rows)
@@ -205,14 +208,14 @@ def _even_blocks(offsets: list[int], rows: int, most: int) -> list[EvenBlock]:
     while first < len(counts) and len(blocks) <= most:
         last, height, total = first, counts[first], counts[first]
         while total and total < EVEN * rows and last + 1 < len(counts) and counts[last + 1]:
-            taller = max(height, counts[last + 1])
-            if taller * (last + 2 - first) > (1 + FILLERS) * (total + counts[last + 1]):
+            taller, more, experts = max(height, counts[last + 1]), total + counts[last + 1], last + 2 - first
+            if taller * experts - more > min(FILLERS * more + SPARE * experts, WORTH * experts):
                 break
-            last, height, total = last + 1, taller, total + counts[last + 1]
+            last, height, total = last + 1, taller, more
         if total:
-            experts = [(e, (e - first) * height, (e - first + 1) * height) for e in range(first, last + 1)]
-            stop = place + height * len(experts)
-            blocks.append(EvenBlock(place, stop, experts, slice(offsets[first], offsets[last + 1])))
+            members = [(e, (e - first) * height, (e - first + 1) * height) for e in range(first, last + 1)]
+            stop = place + height * len(members)
+            blocks.append(EvenBlock(place, stop, members, slice(offsets[first], offsets[last + 1])))
             place = stop
         first = last + 1
     return blocks if len(blocks) <= most else []
@@ -221,11 +224,12 @@ def _even_blocks(offsets: list[int], rows: int, most: int) -> list[EvenBlock]:
 def _filled(blocks: list[EvenBlock], offsets: list[int]) -> tuple[Tensor, Tensor]:
     """(row, whether it is a filler) of each place."""
     table = [
-        (j - i, offsets[e] - block.start - i, offsets[e + 1] - 1)
+        (j - i, block.start + i - offsets[e], offsets[e + 1] - 1)
         for block in blocks
         for e, i, j in block.experts
     ]
-    heights, shift_and_last = torch.tensor(table).T.split((1, 2))
-    shift, last = torch.repeat_interleave(shift_and_last, heights[0], 1, output_size=blocks[-1].stop)
-    rows = shift + torch.arange(blocks[-1].stop)
+    heights, shift, last = torch.tensor(table).T.unbind()
+    expert = torch.repeat_interleave(heights, output_size=blocks[-1].stop)
+    rows = torch.arange(blocks[-1].stop).sub_(shift.index_select(0, expert))
+    last = last.index_select(0, expert)
     return torch.minimum(rows, last), rows > last

@@ -24,16 +24,17 @@ def _schedule_kernel(
     expert = tl.program_id(0)
     all_experts = tl.arange(0, EXPERTS)
     inside = all_experts < num_experts
+    # Those of a layout put together by hand may be anything: then tiles overlap, or some are left out.
     starts = tl.load(offsets + all_experts, mask=inside, other=0)
     stops = tl.load(offsets + all_experts + 1, mask=inside, other=0)
     starts = tl.minimum(tl.maximum(starts, 0), num_rows)
     stops = tl.minimum(tl.maximum(stops, starts), num_rows)
-    counts = (stops - starts + BLOCK_M - 1) // BLOCK_M
+    counts = (stops - starts + BLOCK_M - 1).to(tl.int64) // BLOCK_M
     first = tl.sum(tl.where(all_experts < expert, counts, 0))
     mine = tl.sum(tl.where(all_experts == expert, counts, 0))
     start = tl.sum(tl.where(all_experts == expert, starts, 0))
     stop = tl.sum(tl.where(all_experts == expert, stops, 0))
-    mine = tl.minimum(mine, tl.maximum(size - first, 0))
+    mine = tl.minimum(mine, tl.maximum(size - first, 0)).to(tl.int32)
     for i in range(0, mine, STEP):
         tile = i + tl.arange(0, STEP)
         keep = tile < mine
@@ -42,7 +43,7 @@ def _schedule_kernel(
         tl.store(p + size, start + tile * BLOCK_M, mask=keep)
         tl.store(p + 2 * size, stop + tile * 0, mask=keep)
     if expert == num_experts - 1:
-        tl.store(tiles + 3 * size, first + mine)
+        tl.store(tiles + 3 * size, tl.minimum(first + mine, size).to(tl.int32))
         tl.store(tiles + 3 * size + 1, stop)
 
 

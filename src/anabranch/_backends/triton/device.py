@@ -61,9 +61,12 @@ def gpu(device: torch.device) -> Gpu:
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Launch on the tensors' device, whatever the current one is."""
-    if device.type == "cuda" and device.index != _current_index():
-        return torch.cuda.device(device)
-    return _HERE
+    return torch.cuda.device(device) if elsewhere(device) else _HERE
+
+
+def elsewhere(device: torch.device) -> bool:
+    """Whether a GPU is not the current one."""
+    return device.type == "cuda" and device.index != _current_index()
 
 
 def fits_int32(*values: Tensor | None) -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,12 +16,35 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from anabranch._backends.triton.device import current
-from anabranch._backends.triton.ragged import Tiles
+from anabranch._backends.triton import native
+from anabranch._backends.triton.device import current, elsewhere
 
 REMEMBERED = 1024
 """Launches of a kind that are remembered. Each size of a batch is one more."""
 _RUNTIME = knobs.runtime
+
+
+class Recording:
+    """Launches in their order, each with its tensors, and the tensors of which only the launches know."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Launch, Sequence[Any]]] = []
+        self.temporaries: list[Tensor] = []
+
+
+class Recorder(threading.local):
+    """Where a thread's launches are noted, if anywhere."""
+
+    recording: Recording | None = None
+
+    def temporary(self, value: Tensor) -> Tensor:
+        """The tensor, noted as one that launches alone write and read."""
+        if self.recording is not None:
+            self.recording.temporaries.append(value)
+        return value
+
+
+recorder = Recorder()
 
 
 class Launch:
@@ -40,6 +64,7 @@ class Launch:
         "_fixed",
         "_grid",
         "_kernel",
+        "_native",
         "_numbers",
         "_rest",
         "_run",
@@ -55,24 +80,52 @@ class Launch:
         self._kernel = kernel
         self._grid = (*grid, 1, 1)[:3]
         self._numbers = numbers
-        self._constants = constants
+        # Products and sums may contract into one instruction: so they do unasked up to Triton 3.9, not after.
+        self._constants = {"enable_fp_fusion": True, **constants}
         self._run: Callable[..., Any] | None = None
-        self._tiles: Mapping[int, Tiles] = {}
+        self._native: native.Native | None = None
+        self._tiles: Mapping[int, native.Describes] = {}
 
-    def tiled(self, tiles: Mapping[int, Tiles | None]) -> Launch:
-        """Itself, made to describe the tensors in some places by tiles."""
+    def tiled(self, tiles: Mapping[int, native.Describes | None]) -> Launch:
+        """Itself, made to describe the tensors in some places by tiles, a Triton kernel's or a Gluon kernel's."""
         self._tiles = {place: found for place, found in tiles.items() if found is not None}
         return self
 
+    @property
+    def native(self) -> native.Native | None:
+        """The launcher in C that launches it, once it is known."""
+        return self._native
+
+    @property
+    def hooked(self) -> bool:
+        """Whether someone wants to be told before this kernel runs."""
+        return bool(self._kernel.pre_run_hooks)
+
+    def arguments(self, stream: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """All that :attr:`native` takes, for what stands for its tensors."""
+        return (*self._grid, stream, *self._fixed, *tensors, *self._rest)
+
     def __call__(self, *tensors: Any) -> None:
         """Launches on the device it was made for."""
+        if recorder.recording is not None:
+            recorder.recording.steps.append((self, tensors))
         if self._run is None or self._kernel.pre_run_hooks or hooked():
             self.unprepared(*tensors)
             return
-        arguments = self._described(tensors) if self._tiles else tensors
-        with current(self._device):
-            stream = self._stream(self._device.index)
-            self._run(*self._grid, stream, *self._fixed, *arguments, *self._rest)
+        if self._native is not None:
+            addresses = [None if value is None else value.data_ptr() for value in tensors]
+            arguments: Sequence[Any] = self._native.arguments(addresses)
+        else:
+            arguments = self._described(tensors) if self._tiles else tensors
+        if elsewhere(self._device):
+            with current(self._device):
+                self._launch(arguments)
+        else:
+            self._launch(arguments)
+
+    def _launch(self, arguments: Sequence[Any]) -> None:
+        assert self._run is not None
+        self._run(*self._grid, self._stream(self._device.index), *self._fixed, *arguments, *self._rest)
 
     def unprepared(self, *tensors: Any) -> None:
         """Launches as Triton does it."""
@@ -80,13 +133,19 @@ class Launch:
         with current(self._device):
             found = self._kernel[self._grid](*arguments, *self._numbers, **self._constants)
         # The interpreter returns nothing. On AMD a tensor's size decides too, of which nothing was promised.
-        if isinstance(found, CompiledKernel) and found.metadata.target.backend == "cuda":
+        if (
+            self._run is None
+            and isinstance(found, CompiledKernel)
+            and found.metadata.target.backend == "cuda"
+        ):
             names = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
             self._rest = (*self._numbers, *(self._constants[name] for name in names))
+            self._native = known = native.of(found.run, self._tiles)
+            run, options = (found.run, ()) if known is None else (known.launch, known.options)
             # As Triton calls it: no metadata for hooks, no hook before, none after.
-            self._fixed = (found.function, found.packed_metadata, None, None, None)
+            self._fixed = (found.function, *options, found.packed_metadata, None, None, None)
             self._stream = driver.active.get_current_stream
-            self._run = found.run
+            self._run = run
 
     def _described(self, tensors: Sequence[Any]) -> Sequence[Any]:
         return [self._tiles[i].of(value) if i in self._tiles else value for i, value in enumerate(tensors)]

@@ -1,1 +1,1 @@
-"""moe_mlp beside its peers, as a share of the speed of dense products."""
+"""moe_mlp beside its peers, as a share of what the machine could do."""

@@ -2,110 +2,219 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from anabranch.cli import machine
-from anabranch.cli.bench.check import check
-from anabranch.cli.bench.report import LETTERS, Report, Row, show_report, write_report
-from anabranch.cli.bench.timing import medians
-from anabranch.cli.bench.variants import Problem, Variant, dense, variants
+from anabranch.cli.bench import peers
+from anabranch.cli.bench.explain import explain
+from anabranch.cli.bench.problem import Problem
+from anabranch.cli.bench.report import Report, write_report
+from anabranch.cli.bench.run import measure
+from anabranch.cli.bench.shapes import ZIPF, Cell, plan
+from anabranch.cli.bench.tables import show_report
+from anabranch.cli.bench.timing import Clock
+from anabranch.cli.bench.variants import OURS, Variant, own
 from anabranch.cli.failure import Failure
-from anabranch.cli.files import check_room
+from anabranch.cli.files import check_room, write_json
 from anabranch.ops.moe_mlp.cases import BENCHMARKS, Case
 
-DENSE = "dense products"
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
+EXPONENTS = {"cpu": (0.0,), "cuda": (0.0, ZIPF)}
+SHAPES = {"cpu": "cpu", "cuda": "qwen"}
+WEIGHTS = {"shape": 1.0, "tokens": 0.25, "skew": 0.5}
+"""How the time is shared out."""
+TOO_LONG = "it would tune for each number of tokens, and no time is left for that"
+PACKAGES = (
+    "triton",
+    "transformers",
+    "sonic-moe",
+    "quack-kernels",
+    "liger-kernel",
+    "moe-ops",
+    "unsloth",
+    "scattermoe",
+)
 
 
-def run_bench(
-    device_name: str | None,
-    case_name: str | None,
-    out: Path,
-    threads: int,
-    rounds: int,
-    console: Console,
-    cases: dict[str, Case] = BENCHMARKS,
-) -> Report:
+@dataclass(frozen=True)
+class Options:
+    """What the command line takes; see ``anabranch bench --help``."""
+
+    device: str | None = None
+    shapes: Sequence[str] = ()
+    tokens: str | None = None
+    skew: str | None = None
+    backends: str | None = None
+    peers: str | None = None
+    explain: bool = False
+    seconds: float = 240.0
+    rounds: int = 30
+    threads: int = 2
+    out: Path = Path("runs/bench")
+
+
+def run_bench(options: Options, console: Console, cases: Mapping[str, Case] = BENCHMARKS) -> Report:
     """Checks, times and reports.
 
     Raises:
-        Failure: a result was wrong, or something the user can put right.
+        Failure: a result of ours was wrong, or something the user can put right.
     """
-    device = machine.device(device_name)
-    case_name = case_name or ("cpu" if device.type == "cpu" else "qwen")
-    if case_name not in cases:
-        raise Failure(f"there is no case {case_name!r}; there are {', '.join(cases)}")
+    clock = Clock(options.seconds)
+    device = machine.device(options.device)
+    if options.explain and device.type != "cuda":
+        raise Failure("--explain reads the kernels that a GPU ran: is there a CUDA device?")
+    shapes = options.shapes or (SHAPES[device.type],)
+    cells = plan(shapes, options.tokens, options.skew, DTYPES[device.type], EXPONENTS[device.type], cases)
+    variants = own(options.backends)
     # Rather now than after the measurements.
-    check_room(out / "bench.json", 2**20)
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        rows: list[Row] = []
-        left_out: dict[str, str] = {}
-        for dtype in DTYPES[device.type]:
-            with console.status(f"{case_name} in {_short(dtype)}: checking, then timing"):
-                found, unable = _run(cases[case_name], dtype, device, rounds)
-            rows += found
-            left_out |= {f"{name}, {_short(dtype)}": reason for name, reason in unable.items()}
-    finally:
-        torch.set_num_threads(threads_before)
-    report = Report(
-        case=case_name,
-        sizes={name: getattr(cases[case_name], name) for name in LETTERS},
-        rows=rows,
-        left_out=left_out,
-        device=device.type,
-        device_name=machine.device_name(device),
-        threads=threads,
-        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
-        rounds=rounds,
-        torch=torch.__version__,
-        commit=machine.commit(),
-        date=machine.today(),
-    )
-    write_report(out, report)
+    check_room(options.out / "bench.json", 2**20)
+    with console.status("importing peers"):
+        others, absent = peers.load(peers.select(options.peers, device.type))
+    report = _report(options, device, absent)
+    bench = _Bench(options, device, variants + others, report, console, clock)
+    with _threads(options.threads), _on(device):
+        shaped = [cell for cell in cells if cell.part == "shape"]
+        bench.measure(shaped, cells[len(shaped) :])
+        if options.explain:
+            bench.explain(shaped)
+        bench.measure(cells[len(shaped) :])
+    write_report(options.out, report)
     show_report(console, report)
-    console.print(f"{out}: bench.json, bench.png", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{options.out}: bench.json, bench.png", highlight=False, soft_wrap=True, markup=False)
+    _fail_if_wrong(report)
     return report
 
 
-def _run(
-    case: Case, dtype: torch.dtype, device: torch.device, rounds: int
-) -> tuple[list[Row], dict[str, str]]:
-    problem = Problem.make(case, dtype, device)
-    compared: dict[str, Variant] = variants()
-    unable = check(problem, compared)
-    compared = {name: variant for name, variant in compared.items() if name not in unable}
+class _Bench:
+    """Fills a report, cell by cell, while there is time."""
 
-    runs: dict[str, Callable[[], object]] = {DENSE: dense(problem)}
-    for name, variant in compared.items():
-        runs[f"{name}, forward"] = partial(problem.forward, variant)
-        runs[f"{name}, training"] = partial(problem.train, variant)
-    times = medians(runs, rounds, device)
+    def __init__(
+        self,
+        options: Options,
+        device: torch.device,
+        variants: Sequence[Variant],
+        report: Report,
+        console: Console,
+        clock: Clock,
+    ) -> None:
+        self.options, self.device, self.variants = options, device, variants
+        self.report, self.console, self.clock = report, console, clock
+        self.said: set[str] = set()
 
-    plain = times[DENSE]
-    rows = [Row(DENSE, _short(dtype), plain, 3 * plain, 1.0, 1.0, None)]
-    for name, variant in compared.items():
-        forward, training = times[f"{name}, forward"], times[f"{name}, training"]
-        rows.append(
-            Row(
-                name,
-                _short(dtype),
-                forward,
-                training,
-                plain / forward,
-                3 * plain / training,
-                problem.saved_bytes(variant),
-            )
-        )
-    return rows, unable
+    def measure(self, cells: Sequence[Cell], later: Sequence[Cell] = ()) -> None:
+        """Measures cells, and leaves those that come later their part of the time."""
+        for index, cell in enumerate(cells):
+            if self.clock.left() < 0 and self.report.cells:
+                self.report.skipped.append(f"{cell.title}: no time left")
+                continue
+            # Half of its part of the time is for what comes before its timing.
+            coming = sum(WEIGHTS[other.part] for other in (*cells[index:], *later))
+            with self.console.status(f"{cell.title}: checking, then timing"):
+                self._measure_one(cell, 0.5 * WEIGHTS[cell.part] / coming)
+            _free(self.device)
+
+    def _measure_one(self, cell: Cell, share: float) -> None:
+        def say(text: str) -> None:
+            text = f"{cell.shape}, {cell.case.tokens} tokens: {text}"
+            if text not in self.said:
+                self.console.print(text, highlight=False, soft_wrap=True, markup=False, style="dim")
+            self.said.add(text)
+
+        taking = [variant for variant in self.variants if self._takes_part(variant, cell)]
+        try:
+            found = measure(cell, taking, self.device, self.options.rounds, self.clock, share, say)
+        except RuntimeError as error:  # memory is short, or a kernel broke the GPU
+            self.report.skipped.append(f"{cell.title}: {peers.reason(error)}")
+            return
+        for variant in self.variants:
+            if variant not in taking:
+                found.left_out[variant.name] = TOO_LONG
+        self.report.cells.append(found)
+        # What was measured outlives what may go wrong later.
+        write_json(self.options.out / "bench.json", asdict(self.report))
+
+    def _takes_part(self, variant: Variant, cell: Cell) -> bool:
+        """A sweep over tokens is many shapes: whoever tunes for each needs much of the time left."""
+        plenty = self.clock.left() > self.options.seconds / 4
+        return cell.part != "tokens" or not variant.tunes or plenty
+
+    def explain(self, cells: Sequence[Cell]) -> None:
+        """Kernels of the cells with random routing."""
+        for cell in cells:
+            if cell.exponent:
+                continue
+            try:
+                problem = Problem.make(cell.case, cell.dtype, self.device)
+                self.report.explained += explain(problem, self.variants[0], cell.shape)
+            except Exception as error:  # a profiler that does not work here costs its own numbers alone
+                self.report.skipped.append(f"kernels of {cell.title}: {peers.reason(error)}")
+            _free(self.device)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _free(device: torch.device) -> None:
+    if device.type == "cuda":
+        with suppress(RuntimeError):  # a kernel may have broken the GPU; what was measured is still reported
+            torch.cuda.empty_cache()
+
+
+def _fail_if_wrong(report: Report) -> None:
+    for cell in report.cells:
+        for name, why in cell.refused.items():
+            if name.startswith(OURS):
+                raise Failure(f"no numbers: {name} is wrong in {cell.dtype} on {cell.shape}: {why}")
+        for name, why in cell.left_out.items():
+            if name == OURS:
+                raise Failure(f"{name} failed on {cell.shape}: {why}")
+
+
+def _report(options: Options, device: torch.device, absent: dict[str, str]) -> Report:
+    return Report(
+        device=device.type,
+        device_name=machine.device_name(device),
+        threads=options.threads,
+        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY"),
+        rounds=options.rounds,
+        l2_flushed=device.type == "cuda",
+        torch=torch.__version__,
+        versions=_versions(),
+        commit=machine.commit(),
+        date=machine.today(),
+        absent=absent,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+    else:
+        yield

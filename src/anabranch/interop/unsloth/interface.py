@@ -19,6 +19,7 @@ from anabranch.interop.unsloth.config import (
     tiles,
 )
 from anabranch.layout import ExpertLayout
+from anabranch.ops import checks
 from anabranch.ops.grouped_gemm import api
 from anabranch.ops.grouped_gemm.autograd import gradients
 from anabranch.ops.grouped_gemm.call import GroupedGemmCall
@@ -73,30 +74,30 @@ def grouped_gemm(
     Returns:
         (total_tokens, N), in expert order, or in slot order with ``permute_y``.
     """
-    if not autotune:
-        asked = (permute_x, permute_y, fuse_mul_post, is_first_gemm)
-        given(OP, "kernel_config_fwd", kernel_config_fwd, KernelConfigForward).check(*asked)
-        if not dX_only:
-            given(OP, "kernel_config_bwd_dW", kernel_config_bwd_dW, KernelConfigBackward_dW).check(*asked)
-        if not dW_only:
-            given(OP, "kernel_config_bwd_dX", kernel_config_bwd_dX, KernelConfigBackward_dX).check(*asked)
-    call = _call(
-        X,
-        W,
-        m_sizes,
-        topk,
-        gather_indices,
-        permute_x,
-        permute_y,
-        topk_weights,
-        fuse_mul_post,
-        kernel_config_fwd,
-        kernel_config_bwd_dX,
-        kernel_config_bwd_dW,
-        autotune,
-        dX_only,
-        dW_only,
+    checks.flag(
+        OP,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        fuse_mul_post=fuse_mul_post,
+        autotune=autotune,
+        is_first_gemm=is_first_gemm,
+        dX_only=dX_only,
+        dW_only=dW_only,
     )
+    if not autotune:
+        rules = (permute_x, permute_y, fuse_mul_post, is_first_gemm)
+        given(OP, "kernel_config_fwd", kernel_config_fwd, KernelConfigForward).check(*rules)
+        if not dX_only:
+            given(OP, "kernel_config_bwd_dW", kernel_config_bwd_dW, KernelConfigBackward_dW).check(*rules)
+        if not dW_only:
+            given(OP, "kernel_config_bwd_dX", kernel_config_bwd_dX, KernelConfigBackward_dX).check(*rules)
+    _only_one(dX_only, dW_only)
+    call = operands.product(
+        OP, X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post
+    )
+    if not autotune:
+        asked = kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
+        call["config"] = _configs(call["x"], *asked, dX_only, dW_only)
     if dX_only:
         call["weight"] = call["weight"].detach()
     if dW_only:
@@ -104,46 +105,29 @@ def grouped_gemm(
     return api.grouped_gemm(**call)
 
 
-def _call(
-    X: Tensor,
-    W: Tensor,
-    m_sizes: Tensor,
-    topk: int,
-    gather_indices: Tensor | None,
-    permute_x: bool,
-    permute_y: bool,
-    topk_weights: Tensor | None,
-    fuse_mul_post: bool,
-    kernel_config_fwd: KernelConfigForward | None = None,
-    kernel_config_bwd_dX: KernelConfigBackward_dX | None = None,
-    kernel_config_bwd_dW: KernelConfigBackward_dW | None = None,
-    autotune: bool = False,
-    dX_only: bool = False,
-    dW_only: bool = False,
-) -> dict[str, Any]:
-    """The arguments of anabranch.grouped_gemm."""
-    if dX_only and dW_only:
-        raise ArgumentError(OP, "dW_only", expected="False beside dX_only", got="True")
-    call = operands.product(
-        OP, X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post
-    )
+def _configs(
+    x: Tensor,
+    kernel_config_fwd: KernelConfigForward | None,
+    kernel_config_bwd_dX: KernelConfigBackward_dX | None,
+    kernel_config_bwd_dW: KernelConfigBackward_dW | None,
+    dX_only: bool,
+    dW_only: bool,
+) -> GroupedGemmConfigs:
+    """The three in our terms; None for a gradient that is not wanted."""
 
     def chosen(argument: str, config: Any, cls: type[KernelConfig]) -> GroupedGemmConfig | None:
-        if config is None:
-            return None
-        return tiles(OP, argument, given(OP, argument, config, cls), call["x"])
+        return None if config is None else tiles(OP, argument, given(OP, argument, config, cls), x)
 
-    if not autotune:
-        call["config"] = GroupedGemmConfigs(
-            chosen("kernel_config_fwd", kernel_config_fwd, KernelConfigForward),
-            None
-            if dW_only
-            else chosen("kernel_config_bwd_dX", kernel_config_bwd_dX, KernelConfigBackward_dX),
-            None
-            if dX_only
-            else chosen("kernel_config_bwd_dW", kernel_config_bwd_dW, KernelConfigBackward_dW),
-        )
-    return call
+    return GroupedGemmConfigs(
+        chosen("kernel_config_fwd", kernel_config_fwd, KernelConfigForward),
+        None if dW_only else chosen("kernel_config_bwd_dX", kernel_config_bwd_dX, KernelConfigBackward_dX),
+        None if dX_only else chosen("kernel_config_bwd_dW", kernel_config_bwd_dW, KernelConfigBackward_dW),
+    )
+
+
+def _only_one(dX_only: bool, dW_only: bool) -> None:
+    if dX_only and dW_only:
+        raise ArgumentError(OP, "dW_only", expected="False beside dX_only", got="True")
 
 
 class GroupedGemm(torch.autograd.Function):
@@ -169,26 +153,18 @@ class GroupedGemm(torch.autograd.Function):
         dX_only: bool = False,
         dW_only: bool = False,
     ) -> Tensor:
-        call = _call(
-            X,
-            W,
-            m_sizes,
-            topk,
-            gather_indices,
-            permute_x,
-            permute_y,
-            topk_weights,
-            fuse_mul_post,
-            kernel_config_fwd,
-            kernel_config_bwd_dX,
-            kernel_config_bwd_dW,
-            autotune,
-            dX_only,
-            dW_only,
+        checks.flag(OP, autotune=autotune, dX_only=dX_only, dW_only=dW_only)
+        _only_one(dX_only, dW_only)
+        call = operands.product(
+            OP, X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post
         )
+        configs = GroupedGemmConfigs()
+        if not autotune:
+            asked = kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
+            configs = call["config"] = _configs(call["x"], *asked, dX_only, dW_only)
         # As matmul's operands are cast; autograd casts their gradients back.
         call["x"], call["weight"] = cast_like_matmul(call["x"], call["weight"])
-        layout, configs = call["layout"], call.get("config", GroupedGemmConfigs())
+        layout = call["layout"]
         ctx.save_for_backward(
             call["x"],
             call["weight"],

@@ -28,6 +28,8 @@ WORDS = {
     "counts": "m_sizes",
     "row_to_slot": "gather_indices",
     "top_k": "topk",
+    # The rules spell it as their argument, the functions and configurations as theirs.
+    "use_tma_load_dY": "use_tma_load_dy",
     # There is no such option here.
     ", which fits transpose_weight=True": "",
     ", which fits transpose_weight=False": "",
@@ -57,6 +59,7 @@ def product(
     fuse_mul_post: bool,
 ) -> dict[str, Any]:
     """The arguments of anabranch.grouped_gemm that compute the same."""
+    checks.flag(op, fuse_mul_post=fuse_mul_post, permute_y=permute_y)
     if fuse_mul_post and not permute_y:
         raise ArgumentError(op, "fuse_mul_post", expected="False without permute_y", got="True")
     x, layout = routed(op, X, m_sizes, topk, gather_indices, permute_x, permute_y)
@@ -80,6 +83,7 @@ def routed(
     permute_y: bool,
 ) -> tuple[Tensor, ExpertLayout]:
     """X as a matrix, and the layout of the product's rows."""
+    checks.flag(op, permute_x=permute_x, permute_y=permute_y)
     checks.integer(op, "topk", topk, minimum=1)
     x = rows(op, "X", X)
     total = x.shape[0] * topk if permute_x else x.shape[0]
@@ -139,6 +143,7 @@ def by_slot(op: str, topk_weights: Tensor | None, layout: ExpertLayout) -> Tenso
 
 def unweighted(op: str, **fused: bool) -> None:
     """Demands that no routing weights are to be multiplied, where none can be given."""
+    checks.flag(op, **fused)
     for argument, value in fused.items():
         if value:
             expected = "False, for this product takes no topk_weights"

@@ -45,6 +45,7 @@ def grouped_gemm_forward(
 ) -> Tensor:
     """The product of :func:`grouped_gemm`, with tiles one by one unless ``autotune``. ``debug`` does nothing."""
     op = "grouped_gemm_forward"
+    checks.flag(op, autotune=autotune)
     call = operands.product(
         op, X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post
     )
@@ -92,6 +93,7 @@ def grouped_gemm_dX(  # noqa: N802 - the interface's name
     routing weights are given.
     """
     op = "grouped_gemm_dX"
+    checks.flag(op, autotune=autotune, permute_x=permute_x, permute_y=permute_y)
     operands.unweighted(op, fuse_mul_pre=fuse_mul_pre, fuse_mul_post=fuse_mul_post)
     checks.integer(op, "topk", topk, minimum=1)
     d_y = operands.rows(op, "dY", dY)
@@ -140,6 +142,7 @@ def grouped_gemm_dW(  # noqa: N802 - the interface's name
 ) -> Tensor:
     """The gradient of W, always (E, N, K), from X and dY as the forward had them. The rest as in the other two."""
     op = "grouped_gemm_dW"
+    checks.flag(op, autotune=autotune)
     operands.unweighted(op, fuse_mul_pre=fuse_mul_pre, fuse_mul_post=fuse_mul_post)
     d_y = operands.rows(op, "dY", dY)
     x, layout = operands.routed(op, X, m_sizes, topk, gather_indices, permute_x, permute_y)

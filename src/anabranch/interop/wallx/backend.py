@@ -30,7 +30,12 @@ __all__ = ["asym_dual_gmm_separated", "permute", "rope", "rope_bwd", "unpermute"
 
 Sections = Any
 """Three ints, or None, False or an empty list."""
-SECTION_NAMES = {"sections": "mrope_section_doubled", "rotary_dim": "D", **NO_HEAD_AXIS}
+SECTION_NAMES = {
+    "sections": "mrope_section_doubled",
+    'order="channels"': "mrope_section_doubled",
+    "rotary_dim": "D",
+    **NO_HEAD_AXIS,
+}
 
 
 @speaks_of(
@@ -160,7 +165,8 @@ def unpermute_bwd(
 
     Returns:
         act_grad, (rows, H): ``prob[t, k] * input_bwd[t]``, and 0 in rows without a slot. prob_grad, (T, topK)
-        fp32: ``<input_bwd[t], input_fwd[row]>``, and 0 for slots without a row.
+        fp32 (fp64 for an fp64 prob, or for none beside fp64 inputs): ``<input_bwd[t], input_fwd[row]>``, and 0
+        for slots without a row.
     """
     op = "unpermute_bwd"
     checks.tensor(op, "input_bwd", input_bwd, "(T, H)", checks.FLOATS)

@@ -113,6 +113,7 @@ def unpermute(input_act: Tensor, row_id_map: Tensor, probs: Tensor | None = None
 @speaks_of(
     {
         "sections": "mrope_section, doubled",
+        'order="channels"': "mrope_section",
         **{f"sections[{i}]": f"mrope_section[{i}]" for i in range(3)},
         "rotary_dim": "D",
         **NO_HEAD_AXIS,

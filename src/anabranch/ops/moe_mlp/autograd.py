@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from anabranch.dispatch import choose
 from anabranch.epilogues import from_spec
 from anabranch.layout import ExpertLayout
-from anabranch.ops import checks
+from anabranch.ops.frozen import frozen
 from anabranch.ops.moe_mlp.call import OP, MoeMlpCall
 from anabranch.ops.operator import define
 from anabranch.ops.precision import without_autocast
@@ -44,7 +43,7 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
     )
     refuse_forward_mode(OP, *inputs)
     return moe_mlp_forward(
-        checks.needs_grad(*inputs),
+        call.keeps_h,
         *inputs,
         call.expert_ids,
         call.epilogue.spec,
@@ -55,13 +54,24 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
     )[0]
 
 
-def _restore(inputs: Sequence[Any], layout: Sequence[Tensor], flags: Sequence[Any]) -> MoeMlpCall:
+def _restore(inputs: Sequence[Any], flags: Sequence[Any], **routing: Any) -> MoeMlpCall:
     x, gate_up, down, expert_weights, gate_up_bias, down_bias = inputs
     activation, transpose_weight, gate_layout, weight_on, backend = flags
-    return MoeMlpCall(
-        x, gate_up, down, expert_weights, gate_up_bias, down_bias, from_spec(activation), transpose_weight,
-        gate_layout, weight_on, backend, layout=ExpertLayout(*layout),
-    )  # fmt: skip
+    return frozen(
+        MoeMlpCall,
+        x=x,
+        gate_up=gate_up,
+        down=down,
+        expert_weights=expert_weights,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        epilogue=from_spec(activation),
+        transpose_weight=transpose_weight,
+        gate_layout=gate_layout,
+        weight_on=weight_on,
+        backend=backend,
+        **routing,
+    )
 
 
 def _allocate(
@@ -74,12 +84,11 @@ def _allocate(
 def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, ...]:
     """The result, h if it is to be kept, and the fields of the layout."""
     *inputs, expert_ids = args[: _INPUT_COUNT + 1]
-    fields = route.topk(expert_ids, args[1].shape[0])
-    call = _restore(inputs, fields, args[_INPUT_COUNT + 1 :])
+    call = _restore(inputs, args[_INPUT_COUNT + 1 :], expert_ids=expert_ids)
     kernels = choose(OP, call).module
     out, h = _allocate(keep_h, call.x, call.gate_up, expert_ids.numel(), call.transpose_weight)
     with without_autocast(call.device):
-        kernels.forward(call, out, h if keep_h else None)
+        fields = kernels.forward(call, out, h if keep_h else None, route.ROUTING)
     return out, h, *fields
 
 
@@ -90,11 +99,12 @@ def _forward_fake(keep_h: bool, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
-    """The needed ones among the gradients of the inputs, in their order."""
-    call = _restore(args[:_INPUT_COUNT], args[_INPUT_COUNT:_TENSOR_COUNT], args[_TENSOR_COUNT:])
+    """The needed ones among the gradients of the inputs, in their order. Of an h that was not kept it gets (0,)."""
+    layout = ExpertLayout(*args[_INPUT_COUNT:_TENSOR_COUNT])
+    call = _restore(args[:_INPUT_COUNT], args[_TENSOR_COUNT:], layout=layout)
     kernels = choose(OP, call).module
     with without_autocast(call.device):
-        grads = kernels.backward(call, grad, h, needs)
+        grads = kernels.backward(call, grad, h if h.dim() == 2 else None, needs)
     return [g for g in grads if g is not None]
 
 
@@ -103,10 +113,10 @@ def _backward_fake(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> li
 
 
 def _save(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-    keep_h, *inputs = args[: _INPUT_COUNT + 1]
-    expert_ids, *ctx.flags = args[_INPUT_COUNT + 1 :]
-    # Under torch.func.vmap nobody can tell in the forward that a gradient will be needed, and h was not kept.
-    ctx.save_for_backward(*inputs, *(results[1:] if keep_h else (expert_ids,)))
+    ctx.flags = args[_INPUT_COUNT + 2 :]
+    # h is empty where the backward is to make it again: if asked for, and under torch.func.vmap, where nobody can
+    # tell in the forward that a gradient will be needed.
+    ctx.save_for_backward(*args[1 : _INPUT_COUNT + 1], *results[1:])
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> list[Tensor | None]:
@@ -114,11 +124,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> list[Ten
     grads: list[Tensor | None] = [None] * _INPUT_COUNT
     if grad is not None and any(needs):
         tensors = ctx.saved_tensors
-        inputs, kept = tensors[:_INPUT_COUNT], tensors[_INPUT_COUNT:]
-        if len(kept) == 1:
-            with torch.no_grad():
-                _, *kept = moe_mlp_forward(True, *inputs, *kept, *ctx.flags)
-        h, *layout = kept
+        inputs, (h, *layout) = tensors[:_INPUT_COUNT], tensors[_INPUT_COUNT:]
         found = iter(moe_mlp_backward(needs, grad, h, *inputs, *layout, *ctx.flags))
         grads = [next(found) if need else None for need in needs]
     return grads

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from anabranch.epilogues import Epilogue, resolve
 from anabranch.errors import ArgumentError
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
-from anabranch.ops.precision import cast_like_matmul
+from anabranch.ops.frozen import frozen
+from anabranch.ops.precision import autocasts, cast_like_matmul
 
 OP = "moe_mlp"
 
@@ -21,7 +23,7 @@ OP = "moe_mlp"
 class MoeMlpCall:
     """A moe_mlp whose arguments fit together. The fields are the arguments, named as there.
 
-    ``layout`` is the routing of ``expert_ids`` where an operator runs the call; the oracle reads the ids.
+    ``layout`` is the routing of ``expert_ids``: a forward makes it, see :meth:`routed`, and a backward has it alone.
     """
 
     x: Tensor
@@ -35,6 +37,7 @@ class MoeMlpCall:
     gate_layout: str
     weight_on: str
     backend: str | None
+    save: str = "activations"
     expert_ids: Tensor | None = None
     layout: ExpertLayout | None = None
 
@@ -47,6 +50,12 @@ class MoeMlpCall:
         return self.x.dtype
 
     @property
+    def keeps_h(self) -> bool:
+        """Whether the forward keeps the pre-activation for a backward."""
+        inputs = self.x, self.gate_up, self.down, self.expert_weights, self.gate_up_bias, self.down_bias
+        return self.save == "activations" and checks.needs_grad(*inputs)
+
+    @property
     def gate_up_nk(self) -> Tensor:
         """gate_up as (E, 2 * I, H), a view."""
         return self.gate_up.mT if self.transpose_weight else self.gate_up
@@ -55,6 +64,10 @@ class MoeMlpCall:
     def down_nk(self) -> Tensor:
         """down as (E, H, I), a view."""
         return self.down.mT if self.transpose_weight else self.down
+
+    def routed(self, fields: Sequence[Tensor]) -> MoeMlpCall:
+        """The call with the fields of its layout."""
+        return replace(self, layout=ExpertLayout(*fields))
 
     def columns(self, h: Tensor) -> tuple[Tensor, ...]:
         """The epilogue's operands in a pre-activation (rows, 2 * I), as views."""
@@ -79,13 +92,53 @@ def bind_moe_mlp(
     transpose_weight: bool = False,
     gate_layout: str = "concatenated",
     weight_on: str = "output",
+    save: str = "activations",
     backend: str | None = None,
 ) -> MoeMlpCall:
     """Checks the arguments of moe_mlp, casts as autocast asks, and freezes the call."""
     check_name(OP, backend)
     checks.flag(OP, transpose_weight=transpose_weight)
     epilogue = resolve(OP, activation)
-    check_options(OP, epilogue, gate_layout, weight_on)
+    check_options(OP, epilogue, gate_layout, weight_on, save)
+    facts = checks.facts(x, gate_up, down, expert_ids, expert_weights, gate_up_bias, down_bias)
+    passed = None
+    if facts is not None and x is not None:
+        passed = checks.known(OP, facts, autocasts(x.device), epilogue.name, transpose_weight)
+    if not passed:
+        _check_types(x, gate_up, down, expert_ids, expert_weights, epilogue, transpose_weight)
+    x, gate_up, down, gate_up_bias, down_bias = cast_like_matmul(x, gate_up, down, gate_up_bias, down_bias)
+    call = frozen(
+        MoeMlpCall,
+        x=x,
+        gate_up=gate_up,
+        down=down,
+        expert_weights=expert_weights,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        epilogue=epilogue,
+        transpose_weight=transpose_weight,
+        gate_layout=gate_layout,
+        weight_on=weight_on,
+        backend=backend,
+        save=save,
+        expert_ids=expert_ids,
+    )
+    if not passed:
+        _check_fit(call)
+        if passed is not None:
+            passed.append(True)
+    return call
+
+
+def _check_types(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    epilogue: Epilogue,
+    transpose_weight: bool,
+) -> None:
     width = "I" if epilogue.columns == 1 else f"{epilogue.columns} * I"
     checks.tensor(OP, "x", x, "(T, H)", checks.FLOATS)
     checks.tensor(
@@ -94,27 +147,25 @@ def bind_moe_mlp(
     checks.tensor(OP, "down", down, "(E, I, H)" if transpose_weight else "(E, H, I)", checks.FLOATS)
     checks.tensor(OP, "expert_ids", expert_ids, "(T, K)", checks.INTEGERS)
     checks.dense(OP, "expert_weights", expert_weights, "(T, K)", checks.FLOATS)
-    x, gate_up, down, gate_up_bias, down_bias = cast_like_matmul(x, gate_up, down, gate_up_bias, down_bias)
-    call = MoeMlpCall(
-        x, gate_up, down, expert_weights, gate_up_bias, down_bias, epilogue, transpose_weight,
-        gate_layout, weight_on, backend, expert_ids=expert_ids,
-    )  # fmt: skip
+
+
+def _check_fit(call: MoeMlpCall) -> None:
     _check_shapes(call)
     for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
         value = getattr(call, name)
         if value is not None:
-            checks.same_dtype(OP, name, value, x)
+            checks.same_dtype(OP, name, value, call.x)
     checks.same_device(
-        OP, x, gate_up=gate_up, down=down, expert_ids=expert_ids, expert_weights=expert_weights,
-        gate_up_bias=gate_up_bias, down_bias=down_bias,
+        OP, call.x, gate_up=call.gate_up, down=call.down, expert_ids=call.expert_ids,
+        expert_weights=call.expert_weights, gate_up_bias=call.gate_up_bias, down_bias=call.down_bias,
     )  # fmt: skip
-    return call
 
 
-def check_options(op: str, epilogue: Epilogue, gate_layout: str, weight_on: str) -> None:
+def check_options(op: str, epilogue: Epilogue, gate_layout: str, weight_on: str, save: str) -> None:
     """Demands options that fit each other, for the function and for modules that keep them."""
     checks.choice(op, "gate_layout", gate_layout, ("concatenated", "interleaved"))
     checks.choice(op, "weight_on", weight_on, ("output", "input"))
+    checks.choice(op, "save", save, ("activations", "inputs"))
     if gate_layout == "interleaved" and epilogue.columns == 1:
         expected = f"'concatenated' for {epilogue.name}, which has no gate"
         raise ArgumentError(op, "gate_layout", expected=expected, got=repr(gate_layout))

@@ -21,6 +21,7 @@ class Case:
     weight_on: str = "output"
     routing: str = "random"
     dropped: float = 0.0
+    save: str = "activations"
 
 
 BENCHMARKS = {
@@ -44,6 +45,8 @@ TESTS = {
     "one_expert": Case(24, 16, 8, 6, 2, "reglu", bias=True, weight_on="input", routing="one_expert"),
     "empty_first": Case(24, 16, 8, 6, 2, "gelu_tanh", transpose_weight=True, routing="empty_first"),
     "every_other": Case(24, 16, 8, 6, 2, "geglu_tanh", gate_layout="interleaved", routing="every_other"),
+    "inputs": Case(23, 24, 12, 5, 3, transpose_weight=True, routing="zipf", dropped=0.2, save="inputs"),
+    "inputs_on_input": Case(21, 16, 20, 4, 2, "gelu", True, weight_on="input", dropped=0.3, save="inputs"),
     "all_dropped": Case(6, 8, 4, 3, 2, bias=True, dropped=1.0),
     "no_tokens": Case(0, 8, 4, 3, 2, bias=True),
 }

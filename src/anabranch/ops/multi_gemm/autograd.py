@@ -11,7 +11,7 @@ from anabranch.dispatch import choose
 from anabranch.ops.multi_gemm.call import OP, MultiGemmCall, check_memory
 from anabranch.ops.operator import define
 from anabranch.ops.precision import without_autocast
-from anabranch.ops.second_order import refuse_forward_mode
+from anabranch.ops.second_order import refuse_forward_mode, refuse_vmap
 
 _CALL = "Tensor[] xs, Tensor[] weights, bool transpose_x, bool transpose_weight, str? backend"
 
@@ -19,6 +19,7 @@ _CALL = "Tensor[] xs, Tensor[] weights, bool transpose_x, bool transpose_weight,
 def multi_gemm(call: MultiGemmCall) -> list[Tensor]:
     """Runs a call through its operator."""
     refuse_forward_mode(call.op, *call.xs, *call.weights)
+    refuse_vmap(call.op, *call.xs, *call.weights)
     args = (list(call.xs), list(call.weights), call.transpose_x, call.transpose_weight, call.backend)
     if call.out is None:
         return multi_gemm_forward(*args)

@@ -56,6 +56,7 @@ def merged_grids(op: str, argument: str, grids: object, merge: int) -> list[Grid
         checks.tensor(op, argument, grids, "(N, 3)", checks.INTEGERS)
         if grids.shape[1] != 3:
             raise ArgumentError(op, argument, expected="shape (N, 3)", got=f"shape {tuple(grids.shape)}")
+        _on_host(op, argument, grids)
         grids = grids.tolist()
     if not isinstance(grids, (list, tuple)):
         raise ArgumentTypeError(op, argument, expected=expected, got=type(grids).__name__)
@@ -120,6 +121,7 @@ def bind_rope_index(
     keep = _host_mask(op, attention_mask, input_ids)
     segments = None
     if image_grid_thw is not None or video_grid_thw is not None:
+        _on_host(op, "input_ids", input_ids)
         segments = find_segments(op, input_ids.cpu(), keep, tuple(ids.values()), images, videos, seconds)
     size = (input_ids.shape[0], input_ids.shape[1])
     return RopeIndexCall(size, input_ids.device, attention_mask, segments, tokens_per_second)
@@ -161,6 +163,14 @@ def bind_window_index(
     return WindowIndexCall(grids, window, unit, device)
 
 
+def _on_host(op: str, argument: str, value: Tensor) -> None:
+    """Demands values to read, which a tensor on the meta device has not."""
+    if value.is_meta:
+        raise ArgumentError(
+            op, argument, expected="values to read on the host", got="a tensor on device meta"
+        )
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -172,6 +182,7 @@ def _seconds(op: str, seconds: object, videos: list[Grid], tokens_per_second: fl
         return torch.ones(len(videos), dtype=torch.float32, device=HOST)
     if isinstance(seconds, Tensor):
         checks.tensor(op, argument, seconds, "(videos,)", checks.FLOATS + checks.INTEGERS)
+        _on_host(op, argument, seconds)
         seconds = seconds.detach().cpu()
     elif isinstance(seconds, (list, tuple)):
         for value in seconds:
@@ -205,6 +216,7 @@ def _host_mask(op: str, mask: Tensor | None, input_ids: Tensor) -> Tensor | None
     checks.same_device(op, input_ids, "input_ids", attention_mask=mask)
     if mask.dtype == torch.bool:
         return mask
+    _on_host(op, "attention_mask", mask)
     host = mask.cpu()
     if not bool(((host == 0) | (host == 1)).all()):
         got = f"values from {int(host.min())} to {int(host.max())}"

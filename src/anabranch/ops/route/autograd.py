@@ -7,9 +7,8 @@ from torch import Tensor
 
 from anabranch.dispatch import choose
 from anabranch.ops.operator import define
-from anabranch.ops.route.call import OP, RouteCall, check_topk, fits
+from anabranch.ops.route.call import OP, Fields, RouteCall, Routing, check_topk, fits
 
-Fields = tuple[Tensor, Tensor, Tensor, Tensor]
 _FIELDS = "(Tensor, Tensor, Tensor, Tensor)"
 
 
@@ -22,6 +21,10 @@ def topk(expert_ids: Tensor, num_experts: int) -> Fields:
 def topk_fake(expert_ids: Tensor, num_experts: int) -> Fields:
     """Allocates what :func:`topk` does."""
     return _fields(expert_ids, num_experts, expert_ids.numel(), expert_ids.shape)
+
+
+ROUTING = Routing(topk, topk_fake)
+"""For operators that route among other things."""
 
 
 def _counts(counts: Tensor, num_rows: int) -> Fields:
@@ -57,7 +60,8 @@ def _int32(like: Tensor, *sizes: int) -> Tensor:
 
 
 def _fields(like: Tensor, experts: int, rows: int, slots: torch.Size | tuple[int, int]) -> Fields:
-    return _int32(like, experts), _int32(like, experts + 1), _int32(like, rows), _int32(like, *slots)
+    counts = _int32(like, experts)
+    return counts, counts.new_empty(experts + 1), counts.new_empty(rows), counts.new_empty(slots)
 
 
 # (counts, offsets, row_to_slot, slot_to_row) of a stable sort by expert, then slot; of rows in expert order

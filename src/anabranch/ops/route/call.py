@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from anabranch.errors import ArgumentError
 from anabranch.ops import checks
 
 OP = "route"
+Fields = tuple[Tensor, Tensor, Tensor, Tensor]
+"""counts, offsets, row_to_slot and slot_to_row of a layout."""
 MAX_ROWS = 2**31 - 1
 """Rows and slots are int32."""
 
@@ -58,6 +62,18 @@ def check_slot_to_row(slot_to_row: Tensor, num_rows: int) -> None:
     checks.tensor(op, "slot_to_row", slot_to_row, "(T, K)", checks.INTEGERS)
     checks.integer(op, "num_rows", num_rows, minimum=0)
     fits(op, "num_rows", max(num_rows, slot_to_row.numel()))
+
+
+class Routing(NamedTuple):
+    """How operators route that do so among other things; both functions take expert ids and the number of experts.
+
+    Attributes:
+        topk: the fields of the layout.
+        empty: memory for them, which the launches that made others may write again.
+    """
+
+    topk: Callable[[Tensor, int], Fields]
+    empty: Callable[[Tensor, int], Fields]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from anabranch._backends.eager.epilogue import activate
 from anabranch._backends.eager.product import Block, gather
 from anabranch._backends.eager.walk import Scratch, Walk
 from anabranch.epilogues import Identity
@@ -47,7 +48,7 @@ def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
         if plain:
             y = z
         else:
-            y = call.epilogue.forward(*y.chunk(call.epilogue.columns, dim=-1))
+            y = activate(call.epilogue, *y.chunk(call.epilogue.columns, dim=-1))
             y = y if work.scale is None else y * work.scale[block.places]
         out[walk.slots[block.places] if call.scatter else walk.index(block)] = y.to(out.dtype)
 
@@ -136,7 +137,7 @@ class _Backward(_Work):
             z = walk.of_rows(h, block).to(d_a.dtype).chunk(call.epilogue.columns, dim=-1)
             d_z = call.epilogue.backward(d_f, *z)
             if self.d_scale is not None:
-                a = call.epilogue.forward(*z)
+                a = activate(call.epilogue, *z)
         if self.d_scale is not None:
             self.d_scale[block.places] = (d_a * a).sum(-1, keepdim=True)
         return self._rounded(block, d_z)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anabranch._backends.eager.epilogue import activate
 from anabranch._backends.eager.product import Block, batches, gather, matmul_nt
 from anabranch._backends.eager.walk import Scratch, Walk
 from anabranch.ops.moe_mlp.call import MoeMlpCall
 from anabranch.ops.precision import wide
+from anabranch.ops.route.call import Fields, Routing
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -20,9 +22,11 @@ def supports(call: MoeMlpCall) -> str | None:
     return None
 
 
-def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
-    """Writes the output, and the pre-activation if ``h`` is given."""
-    work = _Work(call)
+def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None, routing: Routing) -> Fields:
+    """Routes, and writes the output, and the pre-activation if ``h`` is given. Returns the fields of the layout."""
+    assert call.expert_ids is not None
+    fields = routing.topk(call.expert_ids, call.down.shape[0])
+    work = _Work(call.routed(fields))
     walk, early = work.walk, work.on_output and work.half
     if h is not None:
         walk.zero_rest(h)
@@ -33,14 +37,13 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
             rounded = h[block.places]
         else:
             rounded = work.scratch("z", block, call.gate_up_nk.shape[1])
-        z = work.scratch.wide("wide z", block, rounded)
-        block.multiply_wide(work.inputs(block), call.gate_up_nk, rounded, z, call.gate_up_bias)
+        z = work.pre_activation(block, rounded)
         if h is not None:
             walk.put_back(rounded, h, block)
-        a = call.epilogue.forward(*call.columns(z))
+        a = activate(call.epilogue, *call.columns(z))
         if early:
-            # The weight joins the rounding that half precision needs here anyway.
-            a = torch.mul(a, w, out=work.scratch("a", block, a.shape[1]))
+            # The weight joins the rounding that half precision needs here anyway. In place: a is new, or z's memory.
+            a.mul_(w)
         a = work.scratch.rounded("a", block, a)
         y_block = y[block.places]
         if early and call.down_bias is not None:
@@ -49,10 +52,14 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
         else:
             block.multiply(a, call.down_nk, y_block, call.down_bias)
     out.copy_(walk.combine(y, call.expert_weights if work.on_output and not early else None))
+    return fields
 
 
-def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -> Gradients:
-    """The gradients of x, gate_up, down, expert_weights and the biases; None for those not needed."""
+def backward(call: MoeMlpCall, grad: Tensor, h: Tensor | None, needs: Sequence[bool]) -> Gradients:
+    """The gradients of x, gate_up, down, expert_weights and the biases; None for those not needed.
+
+    Without h each block makes its own part again.
+    """
     work = _Backward(call, needs)
     for block in work.walk.blocks:
         work.through(block, grad, h)
@@ -70,9 +77,10 @@ class _Work:
         # Fillers weigh nothing, so no gradient comes of them; on the input a weight leaves the bias and f(0).
         self.walk = Walk.of(call.layout, call.gate_up_nk.shape[1], even=batches(call.x) and self.on_output)
         self.scratch = Scratch(self.walk, call.x)
-        self.weights = call.expert_weights.reshape(-1, 1).index_select(0, self.walk.slots).to(acc)
+        weights = call.expert_weights.reshape(-1).index_select(0, self.walk.slots).to(acc)
         if self.walk.fillers is not None:
-            self.weights.masked_fill_(self.walk.fillers[:, None], 0)
+            weights.masked_fill_(self.walk.fillers, 0)
+        self.weights = weights[:, None]
         self.half = call.dtype != acc
 
     def rows_of(self, value: Tensor, block: Block, name: str) -> Tensor:
@@ -83,6 +91,12 @@ class _Work:
         """The up-projection's operand."""
         x = self.rows_of(self.call.x, block, "x")
         return x if self.on_output else x.copy_(x.to(self.weights.dtype) * self.weights[block.places])
+
+    def pre_activation(self, block: Block, rounded: Tensor) -> Tensor:
+        """The up-projection into ``rounded``; returned as the accumulator has it, where that is to be had."""
+        z = self.scratch.wide("wide z", block, rounded)
+        block.multiply_wide(self.inputs(block), self.call.gate_up_nk, rounded, z, self.call.gate_up_bias)
+        return z
 
 
 class _Backward(_Work):
@@ -102,16 +116,20 @@ class _Backward(_Work):
         self.d_gate_up_bias = self.walk.new_gradient(call.gate_up_bias, need_gate_up_bias)
         self.d_down_bias = self.walk.new_gradient(call.down_bias, need_down_bias)
 
-    def through(self, block: Block, grad: Tensor, h: Tensor) -> None:
+    def through(self, block: Block, grad: Tensor, h: Tensor | None) -> None:
         """Adds a block."""
         call = self.call
         d_out = self.rows_of(grad, block, "d_out")
         if self.need_d_h or self.need_a:
-            z = self.walk.of_rows(h, block)
+            if h is None:
+                z = self.scratch("z", block, call.gate_up_nk.shape[1])
+                self.pre_activation(block, z)
+            else:
+                z = self.walk.of_rows(h, block)
             wide_z = self.scratch.wide("wide z", block, z)
             d_z = self._down(block, d_out, call.columns(z if wide_z is z else wide_z.copy_(z)))
             if self.need_d_h:
-                d_h = self.scratch("d_h", block, h.shape[1])
+                d_h = self.scratch("d_h", block, z.shape[1])
                 for column, value in zip(call.columns(d_h), d_z, strict=True):
                     column.copy_(value)
                 self._up(block, d_h)
@@ -136,7 +154,7 @@ class _Backward(_Work):
             d_f = self._weighted(d_a, block, "d_f") if self.on_output else d_a
             d_z = call.epilogue.backward(d_f, *z)
         if self.need_a:
-            a = call.epilogue.forward(*z)
+            a = activate(call.epilogue, *z)
         if self.d_weights is not None and self.on_output:
             dots = d_a.mul_(a).sum(-1, keepdim=True)
             if call.down_bias is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from anabranch._backends.triton import operand
 from anabranch._backends.triton.combine import power_of_2
 from anabranch._backends.triton.operand import Operand
-from anabranch._backends.triton.prepared import REMEMBERED, Launch, launch
+from anabranch._backends.triton.prepared import REMEMBERED, Launch, launch, recorder
 from anabranch.ops.route.call import RouteCall
 
 Fields = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -264,14 +264,14 @@ def _sort_blocks(expert_ids: Tensor, counts: Tensor, offsets: Tensor, rows: Tens
     slots, num_experts = rows.shape[0], counts.shape[0]
     sizes = (slots, max(expert_ids.shape[1], 1), num_experts, *expert_ids.stride())
     device, blocks = expert_ids.device, -(-slots // BLOCK)
-    table = counts.new_empty(num_experts, blocks)
+    table = recorder.temporary(counts.new_empty(num_experts, blocks))
     launch(
         device, _count_kernel, (blocks,), (expert_ids, table), *sizes, blocks,
         BLOCK=BLOCK, EXPERTS=32, num_warps=8,
     )  # fmt: skip
     scanned = table.numel() > FEW_COUNTS
     if scanned:
-        found, table = table, torch.empty_like(table)
+        found, table = table, recorder.temporary(torch.empty_like(table))
         launch(device, _scan_kernel, (num_experts,), (found, table, counts), blocks, BLOCKS=SCAN, num_warps=4)
     launch(
         device, _place_kernel, (blocks,), (expert_ids, table, counts, offsets, rows, places), *sizes, blocks,

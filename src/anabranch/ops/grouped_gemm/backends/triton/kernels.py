@@ -299,7 +299,7 @@ def pre_activation_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Row by row, N columns of grad: ``d_z = epilogue'(h) * scale * grad``, ``a_out = scale * epilogue(h)`` and
-    ``d_scale = <grad, epilogue(h)>``. a_out may be grad itself: a tile is read before it is written.
+    ``d_scale = <grad, epilogue(h)>``. d_z may be h, and a_out grad: a tile is read before it is written.
     """
     o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     slots = load_slots(row_to_slot, o_m, o_m < load_offset(offsets, num_experts, num_rows), num_slots)

@@ -145,8 +145,9 @@ def pre_activation_gradient(
 ) -> None:
     """From the gradient of ``scale * epilogue(h)`` (rows, N) and h in row order, writes what is given.
 
-    d_z (R, columns of h), zeros without a slot; a_out (R, N), the scaled output again, possibly grad itself where
-    that is in row order; d_scale (T, K), contiguous, at live slots alone. Without h the epilogue is identity.
+    d_z (R, columns of h), zeros without a slot, possibly h itself; a_out (R, N), the scaled output again, possibly
+    grad itself where that is in row order; d_scale (T, K), contiguous, at live slots alone. Without h the epilogue is
+    identity.
     """
     if layout.num_rows == 0 or grad.shape[1] == 0 or _no_slots(layout, d_z, a_out):
         return

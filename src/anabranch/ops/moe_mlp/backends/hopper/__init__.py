@@ -1,50 +1,48 @@
 """moe_mlp on Hopper, in Gluon: warp-specialised products with all that surrounds them in their epilogues.
 
-What it refuses, plain Triton serves. Both share the passes that are bound by memory: gather, combine, biases.
+What it refuses, plain Triton serves. Both share the passes that are bound by memory: gather, combine, biases. The
+products are grouped_gemm's; the gate's gradient is here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from anabranch._backends.hopper import release
-from anabranch.ops.checks import needs_grad
+from anabranch._backends.hopper import serves
 from anabranch.ops.moe_mlp.call import MoeMlpCall
+from anabranch.ops.route.call import Fields, Routing
+
+if TYPE_CHECKING:
+    from anabranch.ops.grouped_gemm.backends.hopper.launch import Rows
 
 
 def supports(call: MoeMlpCall) -> str | None:
-    """By name alone: fp16 and bf16, epilogues that have device code, and operands that tiles can be loaded of."""
-    if call.backend != "hopper":
-        # The gradient of down did not end on an H200 where a program has several tiles; mended, but not yet run there.
-        return "it is still being proved, and has to be asked for by name"
-    reason = release.refusal()
+    """fp16 and bf16, epilogues that have device code, and operands that tiles can be loaded of."""
+    rows, experts = call.expert_weights.numel(), call.down.shape[0]
+    reason = serves.refusal(call.backend, call.dtype, rows, experts)
     if reason is not None:
         return reason
-    if call.dtype not in (torch.float16, torch.bfloat16):
-        return f"its products are of float16 and bfloat16, not {str(call.dtype).removeprefix('torch.')}"
     from anabranch._backends.triton import device, operand
     from anabranch.ops.moe_mlp.backends.hopper import launch
 
-    gate_up, down = operand.of(call.gate_up), operand.of(call.down)
-    if call.transpose_weight:
-        gate_up, down = gate_up.mT, down.mT
-    rows, hidden = call.expert_weights.numel(), call.x.shape[1]
-    return launch.refusal(device.capability(call.device), call.epilogue, rows, hidden, gate_up, down)
+    gate_up, down = operand.of(call.gate_up_nk), operand.of(call.down_nk)
+    return launch.refusal(device.capability(call.device), call.epilogue, call.x.shape[1], gate_up, down)
 
 
 def loads(call: MoeMlpCall) -> dict[str, str]:
     """How the two products of the forward load and store each operand."""
-    from anabranch.ops.moe_mlp.backends.hopper import launch
+    from anabranch.ops.grouped_gemm.backends.hopper import launch
 
     gathered = call.weight_on == "output" and launch.gatherable(call.x)
     found = dict.fromkeys(("x", "gate_up", "a", "down"), "TMA")
     found["x"] = (
         "asynchronous copies, as its rows are gathered" if gathered else "TMA, from a copy in expert order"
     )
-    if needs_grad(call.x, call.gate_up, call.down, call.expert_weights, call.gate_up_bias, call.down_bias):
+    if call.keeps_h:
         found["h"] = "TMA"
     return found
 
@@ -61,19 +59,44 @@ def padding(call: MoeMlpCall) -> float | None:
     return share([(expert_rows(layout.offsets, layout.num_rows), 64)])
 
 
-def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
-    """Writes the output, and the pre-activation if ``h`` is given."""
+def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None, routing: Routing) -> Fields:
+    """Routes, and writes the output, and the pre-activation if ``h`` is given: freshly allocated ones.
+
+    Returns the fields of the layout.
+    """
+    from anabranch.ops.moe_mlp.backends.triton import remembered
+
+    return remembered.forward(forward_routed, call, out, h, routing)
+
+
+def forward_routed(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> Sequence[Tensor]:
+    """Writes the output, and the pre-activation if ``h`` is given, of a call with its layout.
+
+    Returns the other tensors that it wrote, all by launches.
+    """
     from anabranch._backends.triton.combine import combine
-    from anabranch._backends.triton.gather import gather_rows
-    from anabranch.ops.moe_mlp.backends.hopper import launch
+    from anabranch.ops.grouped_gemm.backends.hopper import launch
 
     layout = call.layout
     assert layout is not None
-    on_output = call.weight_on == "output"
-    gathered = on_output and launch.gatherable(call.x)
-    x = call.x if gathered else gather_rows(call.x, layout, None if on_output else call.expert_weights)
     rows = launch.rows_of(layout)
     a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2])
+    x = _up(call, rows, a, h)
+    y = call.x.new_empty(layout.num_rows, call.x.shape[1])
+    launch.gemm(a, call.down_nk, rows, y, bias=call.down_bias)
+    combine(y, layout.slot_to_row, call.expert_weights if call.weight_on == "output" else None, out)
+    return (a, y, rows.table, *([] if x is call.x else [x]))
+
+
+def _up(call: MoeMlpCall, rows: Rows, a: Tensor, h: Tensor | None) -> Tensor:
+    """Writes the activation, and the pre-activation if ``h`` is given. Returns x as it was read."""
+    from anabranch._backends.triton.gather import gather_rows
+    from anabranch.ops.grouped_gemm.backends.hopper import launch
+
+    assert call.layout is not None
+    on_output = call.weight_on == "output"
+    gathered = on_output and launch.gatherable(call.x)
+    x = call.x if gathered else gather_rows(call.x, call.layout, None if on_output else call.expert_weights)
     launch.gemm(
         x,
         call.gate_up_nk,
@@ -85,18 +108,22 @@ def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
         interleaved=call.gate_layout == "interleaved",
         gathered=gathered,
     )
-    y = call.x.new_empty(layout.num_rows, call.x.shape[1])
-    launch.gemm(a, call.down_nk, rows, y, bias=call.down_bias)
-    combine(y, layout.slot_to_row, call.expert_weights if on_output else None, out)
+    return x
 
 
-def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """The gradients of x, gate_up, down, expert_weights and the biases; None for those not needed."""
+def backward(
+    call: MoeMlpCall, grad: Tensor, h: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, gate_up, down, expert_weights and the biases; None for those not needed.
+
+    Without h the up-projection is launched again, as the forward would to keep h: the same bits.
+    """
     from anabranch._backends.triton.combine import combine
     from anabranch._backends.triton.gather import gather_rows
+    from anabranch.ops.grouped_gemm.backends.hopper import launch
     from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
     from anabranch.ops.grouped_gemm.backends.triton.launch import bias_gradient
-    from anabranch.ops.moe_mlp.backends.hopper import launch
+    from anabranch.ops.moe_mlp.backends.hopper.launch import pre_activation_gradient
     from anabranch.ops.moe_mlp.backends.triton import row_dot
 
     layout = call.layout
@@ -113,9 +140,17 @@ def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -
     rows = launch.rows_of(layout)
     d_rows = gather_rows(grad, layout)
     if need_d_h or need_down or (need_weights and on_output):
-        d_h = torch.empty_like(h) if need_d_h else None
-        a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2]) if need_down else None
-        launch.pre_activation_gradient(
+        if need_down or h is None:
+            a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2])
+        if h is None:
+            assert a is not None
+            # Nobody else sees this one, so its gradient may take its place.
+            h = call.x.new_empty(layout.num_rows, call.gate_up_nk.shape[1])
+            _up(call, rows, a, h)
+            d_h = h if need_d_h else None
+        elif need_d_h:
+            d_h = torch.empty_like(h)
+        pre_activation_gradient(
             d_rows,
             call.down_nk.mT,
             h,
@@ -124,7 +159,7 @@ def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -
             call.epilogue,
             interleaved=call.gate_layout == "interleaved",
             d_h=d_h,
-            a_out=a,
+            a_out=a if need_down else None,
             d_scale=d_weights if on_output else None,
         )
     if need_down:
@@ -152,7 +187,7 @@ def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -
     if need_gate_up:
         assert d_h is not None
         d_gate_up = torch.empty_like(call.gate_up, memory_format=torch.contiguous_format)
-        gathered = on_output and launch.gatherable(call.x) and call.x.shape[1] % 256 == 0
+        gathered = on_output and launch.gatherable(call.x) and call.x.shape[1] % launch.GATHERED_COLUMNS == 0
         x = call.x if gathered else gather_rows(call.x, layout, None if on_output else call.expert_weights)
         launch.weight_gradient(
             *_roles(call, d_h, x),

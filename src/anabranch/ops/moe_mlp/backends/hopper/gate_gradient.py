@@ -15,8 +15,8 @@ from anabranch._backends.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from anabranch._backends.hopper.pipeline import advance, columns, hand_back, locate, ring
-from anabranch.ops.moe_mlp.backends.hopper.producers import producer
-from anabranch.ops.moe_mlp.backends.hopper.product import steps
+from anabranch.ops.grouped_gemm.backends.hopper.producers import producer
+from anabranch.ops.grouped_gemm.backends.hopper.product import steps
 
 
 @jit
@@ -248,7 +248,7 @@ def gate_gradient_kernel(
     FINISHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """With d = x[row] @ w[expert].T: ``d_h = epilogue'(h) * weight * d``, ``a_out = weight * epilogue(h)`` and, by
-    tile of columns and slot, ``dots = <d, epilogue(h)>``.
+    tile of columns and slot, ``dots = <d, epilogue(h)>``. d_h may be h: a piece is read before it is written.
     """
     dtype: gl.constexpr = w_desc.dtype
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, 64, BK], x_desc.layout)

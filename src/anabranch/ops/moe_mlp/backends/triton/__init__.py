@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anabranch import tuning
-from anabranch._backends.triton import device as on
-from anabranch._backends.triton import explained, operand
-from anabranch._backends.triton.combine import combine, power_of_2, prepare
+from anabranch._backends.triton import explained
+from anabranch._backends.triton.combine import combine, power_of_2
 from anabranch._backends.triton.explained import expert_rows, load_path
 from anabranch._backends.triton.gather import gather_rows
-from anabranch._backends.triton.prepared import REMEMBERED, Launch, launch
-from anabranch._backends.triton.schedule import Schedule, of_layout
+from anabranch._backends.triton.prepared import launch
 from anabranch.epilogues import Identity
 from anabranch.layout import ExpertLayout
-from anabranch.ops.checks import needs_grad
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, TOKEN
 from anabranch.ops.grouped_gemm.backends.triton.launch import (
     Schedules,
@@ -33,8 +27,9 @@ from anabranch.ops.grouped_gemm.backends.triton.launch import (
 )
 from anabranch.ops.grouped_gemm.backends.triton.plan import GemmLaunch
 from anabranch.ops.grouped_gemm.backends.triton.tuned import Gemm, chosen
-from anabranch.ops.moe_mlp.backends.triton import kernels
+from anabranch.ops.moe_mlp.backends.triton import kernels, remembered
 from anabranch.ops.moe_mlp.call import MoeMlpCall
+from anabranch.ops.route.call import Fields, Routing
 
 
 def supports(call: MoeMlpCall) -> str | None:
@@ -42,79 +37,54 @@ def supports(call: MoeMlpCall) -> str | None:
     return refusal(call.dtype, call.epilogue)
 
 
-class _Forward(NamedTuple):
-    """The launches of a forward, and what the tuner stood by when their tiles were chosen."""
+def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None, routing: Routing) -> Fields:
+    """Routes, and writes the output, and the pre-activation if ``h`` is given: freshly allocated ones.
 
-    standing: object
-    tables: tuple[Schedule, ...]
-    up: GemmLaunch
-    down: GemmLaunch
-    combine: Launch
-
-    def run(
-        self,
-        call: MoeMlpCall,
-        x: Tensor,
-        maps: tuple[Tensor, Tensor, Tensor],
-        a: Tensor,
-        y: Tensor,
-        out: Tensor,
-        h: Tensor | None,
-    ) -> None:
-        """Launches them for tensors like those that they were prepared with."""
-        tables = [schedule.of(maps[0]) for schedule in self.tables]
-        self.up.run(x, call.gate_up_nk, maps, a, h, call.gate_up_bias, None, tables[0])
-        self.down.run(a, call.down_nk, maps, y, None, call.down_bias, None, tables[-1])
-        self.combine(y, maps[2], call.expert_weights if call.weight_on == "output" else None, out)
+    Returns the fields of the layout.
+    """
+    return remembered.forward(forward_routed, call, out, h, routing)
 
 
-@lru_cache(REMEMBERED)
-def _remembered(*facts: Any) -> list[_Forward]:
-    """Where the launches of forwards that look alike are kept: none, or one."""
-    return []
+def forward_routed(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> Sequence[Tensor] | None:
+    """Writes the output, and the pre-activation if ``h`` is given, of a call with its layout.
 
-
-def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> None:
-    """Writes the output, and the pre-activation if ``h`` is given. Both, and the layout, are freshly allocated."""
+    Returns the other tensors that it wrote, all by launches, or None if it did more than launch.
+    """
     layout = call.layout
     assert layout is not None
-    on_output = call.weight_on == "output"
-    weights = call.expert_weights if on_output else None
-    x = call.x if on_output else gather_rows(call.x, layout, call.expert_weights)
+    x = _up_operand(call)
     a = x.new_empty(layout.num_rows, call.down_nk.shape[2])
     y = x.new_empty(layout.num_rows, x.shape[1])
-    maps = contiguous_maps(layout)
-
-    known, maybe, standing = operand.of, operand.maybe, tuning.standing(call.device)
-    memory = _remembered(
-        on.gpu(call.device), on.input_precision(call.dtype), known(call.x), known(call.gate_up), known(call.down),
-        known(call.expert_weights), maybe(call.gate_up_bias), maybe(call.down_bias), h is None, call.epilogue,
-        call.transpose_weight, call.gate_layout, call.weight_on,
-    )  # fmt: skip
-    for found in memory:
-        if found.standing is standing:
-            found.run(call, x, maps, a, y, out, h)
-            return
-
     schedules: Schedules = {}
-    up = gemm(
+    up = _up(call, x, a, h, schedules)
+    down = gemm(a, call.down_nk, layout, y, bias=call.down_bias, schedules=schedules)
+    combine(y, layout.slot_to_row, call.expert_weights if call.weight_on == "output" else None, out)
+    if up is None or down is None:
+        return None  # zeros, written by PyTorch
+    return (a, y, *schedules.values(), *([] if x is call.x else [x]))
+
+
+def _up_operand(call: MoeMlpCall) -> Tensor:
+    """x as the up-projection reads it: as it is, or in expert order, weighted."""
+    assert call.layout is not None
+    return call.x if call.weight_on == "output" else gather_rows(call.x, call.layout, call.expert_weights)
+
+
+def _up(call: MoeMlpCall, x: Tensor, a: Tensor, h: Tensor | None, schedules: Schedules) -> GemmLaunch | None:
+    """Writes the activation, and the pre-activation if ``h`` is given."""
+    assert call.layout is not None
+    return gemm(
         x,
         call.gate_up_nk,
-        layout,
+        call.layout,
         a,
         h=h,
         bias=call.gate_up_bias,
         epilogue=call.epilogue,
         interleaved=call.gate_layout == "interleaved",
-        x_rows=TOKEN if on_output else ROW,
+        x_rows=TOKEN if call.weight_on == "output" else ROW,
         schedules=schedules,
     )
-    down = gemm(a, call.down_nk, layout, y, bias=call.down_bias, schedules=schedules)
-    combine(y, layout.slot_to_row, weights, out)
-    if standing is not None and up is not None and down is not None and out.numel():
-        last = prepare(call.device, known(y), known(maps[2]), maybe(weights), known(out))
-        tables = [of_layout(call.device, known(maps[0]), layout.num_rows, rows) for rows in schedules]
-        memory[:] = [_Forward(standing, tuple(tables), up, down, last)]
 
 
 def loads(call: MoeMlpCall) -> dict[str, str]:
@@ -146,13 +116,12 @@ def routed(call: MoeMlpCall) -> ExpertLayout:
 def _forward_products(call: MoeMlpCall, layout: ExpertLayout) -> tuple[Gemm, Gemm]:
     """What :func:`forward` would launch, of a call that need not have been routed."""
     on_output = call.weight_on == "output"
-    inputs = call.x, call.gate_up, call.down, call.expert_weights, call.gate_up_bias, call.down_bias
 
     def rows(columns: int) -> Tensor:
         return call.x.new_empty((layout.num_rows, columns), device="meta")
 
     hidden, inner = call.down_nk.shape[1:]
-    a, h = rows(inner), rows(call.gate_up_nk.shape[1]) if needs_grad(*inputs) else None
+    a, h = rows(inner), rows(call.gate_up_nk.shape[1]) if call.keeps_h else None
     up = product(
         call.x if on_output else rows(hidden), call.gate_up_nk, layout, a, h, call.gate_up_bias, None, call.epilogue,
         call.gate_layout == "interleaved", TOKEN if on_output else ROW, ROW,
@@ -163,11 +132,14 @@ def _forward_products(call: MoeMlpCall, layout: ExpertLayout) -> tuple[Gemm, Gem
     return up, down
 
 
-def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def backward(
+    call: MoeMlpCall, grad: Tensor, h: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
     """The gradients of x, gate_up, down, expert_weights and the biases; None for those not needed.
 
-    The products read x's and the gradient's rows in expert order, gathered once, so that all their operands load
-    through the tensor memory accelerator.
+    Without h the up-projection is launched again, as the forward would to keep h: the same bits. The other products
+    read x's and the gradient's rows in expert order, gathered once, so that all their operands load through the
+    tensor memory accelerator.
     """
     layout = call.layout
     assert layout is not None
@@ -184,9 +156,15 @@ def backward(call: MoeMlpCall, grad: Tensor, h: Tensor, needs: Sequence[bool]) -
     d_rows = gather_rows(grad, layout)
     a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2])
     if need_d_h or need_down or need_weights:
+        if h is None:
+            # Nobody else sees this one, so its gradient may take its place.
+            h = call.x.new_empty(layout.num_rows, call.gate_up_nk.shape[1])
+            _up(call, _up_operand(call), a, h, schedules)
+            d_h = h if need_d_h else None
+        elif need_d_h:
+            d_h = torch.empty_like(h)
         # a holds the gradient of the activation first, and then, tile by tile, the weighted activation itself.
         gemm(d_rows, call.down_nk.mT, layout, a, schedules=schedules)
-        d_h = torch.empty_like(h) if need_d_h else None
         pre_activation_gradient(
             a,
             h,

@@ -38,22 +38,17 @@ def multi_gemm(products: Sequence[Product], config: MultiGemmConfig | None = Non
 
 
 class Group(NamedTuple):
-    """Products that share a launch: which they are, and the descriptors of each one's tensors (None: pointers).
-
-    ``block_m`` is the rows of a tile.
-    """
+    """Products that share a launch: which they are. ``block_m`` is the rows of a tile."""
 
     members: Sequence[int]
     block_m: int
-    tiles: Sequence[Sequence[Tiles | None]]
     launch: Launch
 
     def run(self, products: Sequence[Product]) -> None:
         """Launches them."""
         arguments: list[Any] = [None] * (3 * SLOTS)
-        for i, (tensors, how) in enumerate(zip(products, self.tiles, strict=True)):
-            for j, (value, found) in enumerate(zip(tensors, how, strict=True)):
-                arguments[j * SLOTS + i] = value if found is None else found.of(value)
+        for i, tensors in enumerate(products):
+            arguments[i::SLOTS] = tensors
         self.launch(*arguments)
 
 
@@ -112,17 +107,14 @@ def _group(
     config = config or tiles.heuristic(
         shapes, dtype, gpu.shared_memory, gpu.num_sms, precision=precision, loads=worst
     )
-    found, sizes, how = [], [], []
-    for (x, w, y), (_, n, k) in zip(products, shapes, strict=True):
+    found: dict[int, Tiles | None] = {}  # by place among the tensors; None: pointers
+    sizes, how = [], []
+    for i, ((x, w, y), (_, n, k)) in enumerate(zip(products, shapes, strict=True)):
         how_x, how_w = loads(x, gpu), loads(w, gpu)
         y_tma = tma_refusal(y, gpu.capability) is None
-        found.append(
-            (
-                _tiles(x, how_x, config.block_m, config.block_k),
-                _tiles(w, how_w, config.block_n, config.block_k),
-                dense(y, [config.block_m, config.block_n]) if y_tma else None,
-            )
-        )
+        found[i] = _tiles(x, how_x, config.block_m, config.block_k)
+        found[SLOTS + i] = _tiles(w, how_w, config.block_n, config.block_k)
+        found[2 * SLOTS + i] = dense(y, [config.block_m, config.block_n]) if y_tma else None
         sizes += [n, k, *x.stride, *w.stride, *y.stride]
         offset = tl.int32 if max(reach(v) for v in (x, w, y)) <= gpu.int32_max else tl.int64
         how += [how_x, how_w, y_tma, contiguous(x) == 1, contiguous(w) == 1, offset]
@@ -134,4 +126,4 @@ def _group(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
         FLATTEN=config.flatten, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return Group(members, config.block_m, found, launch)
+    return Group(members, config.block_m, launch.tiled(found))

@@ -50,22 +50,39 @@ def producer(
 
 
 @jit
-def slots_of(row_to_slot, row, end, LAYOUT: gl.constexpr):
-    """The slots of 64 rows; slot 0 past the expert's end, where nothing is stored."""
+def slots_of(row_to_slot, row, end, num_slots, LAYOUT: gl.constexpr):
+    """The slots of 64 rows; slot 0 past the expert's end, where nothing is stored, and where there is none."""
     r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    return gl.load(row_to_slot + r, mask=r < end, other=0)
+    return inside(gl.load(row_to_slot + r, mask=r < end, other=0), num_slots)
+
+
+@jit
+def inside(slots, num_slots):
+    """Slots that there are, whatever a layout made by hand holds."""
+    return gl.minimum(gl.maximum(slots, 0), num_slots - 1)
 
 
 @jit
 def gather(x, o_x, o_k, buffer):
     """Starts copying rows, 16 bytes at a time."""
-    o = gl.max_contiguous(gl.multiple_of(o_x[:, None] + o_k[None, :], [1, 8]), [1, 8])
-    copy(buffer, x + o)
+    copy(buffer, x + sixteens(o_x, o_k))
+
+
+@jit
+def gather_live(x, o_x, o_k, live, buffer):
+    """The same of rows that are somebody's, zeros of others."""
+    copy(buffer, x + sixteens(o_x, o_k), mask=live[:, None])
+
+
+@jit
+def sixteens(o_x, o_k):
+    """Offsets of rows and columns, eight columns after one another."""
+    return gl.max_contiguous(gl.multiple_of(o_x[:, None] + o_k[None, :], [1, 8]), [1, 8])
 
 
 @jit
 def gathering_producer(
-    a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, N, K, TOP_K: gl.constexpr,
+    a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, K_MAJOR: gl.constexpr, PARTS: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, WARPS: gl.constexpr,
     LAG: gl.constexpr,
@@ -88,19 +105,19 @@ def gathering_producer(
     step = gl.num_programs(0)
     first = gl.program_id(0)
     expert, row, end, tile_n = locate(first, total, num_m, num_n, tiles, size, GROUP_M)
-    s0 = slots_of(row_to_slot, row, end, LAYOUT)
-    s1 = slots_of(row_to_slot, row + 64, end, LAYOUT)
+    s0 = slots_of(row_to_slot, row, end, num_slots, LAYOUT)
+    s1 = slots_of(row_to_slot, row + 64, end, num_slots, LAYOUT)
     following = locate(first + step, total, num_m, num_n, tiles, size, GROUP_M)
     for tile in range(first, total, step):
         this = expert
         n = tile_n * FIRST
         both = row + 64 < end
-        x0 = gl.maximum(s0, 0) // TOP_K * stride_xm
-        x1 = gl.maximum(s1, 0) // TOP_K * stride_xm
+        x0 = s0 // TOP_K * stride_xm
+        x1 = s1 // TOP_K * stride_xm
         # The rows of the next tile, and where the one after it is: nothing here waits for memory.
         expert, row, end, tile_n = following
-        s0 = slots_of(row_to_slot, row, end, LAYOUT)
-        s1 = slots_of(row_to_slot, row + 64, end, LAYOUT)
+        s0 = slots_of(row_to_slot, row, end, num_slots, LAYOUT)
+        s1 = slots_of(row_to_slot, row + 64, end, num_slots, LAYOUT)
         following = locate(tile + 2 * step, total, num_m, num_n, tiles, size, GROUP_M)
         for k in range(0, K, BK):
             bar = full.index(stage)

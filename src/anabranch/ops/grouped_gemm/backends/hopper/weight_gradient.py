@@ -16,20 +16,21 @@ from anabranch._backends.hopper.gluon import (
 )
 from anabranch._backends.hopper.pipeline import advance, columns, hand_back, load_ragged, multiply, put, ring
 from anabranch._backends.triton.schedule import tile_coordinates
-from anabranch.ops.moe_mlp.backends.hopper.producers import gather
+from anabranch.ops.grouped_gemm.backends.hopper.producers import gather_live, inside
 
 
 @jit
-def place(tile, per_expert, num_m, num_n, offsets, num_experts, GROUP_M: gl.constexpr):
+def place(tile, per_expert, num_m, num_n, offsets, num_experts, num_rows, GROUP_M: gl.constexpr):
     """(expert, row tile, column tile, the expert's first row, its end) of a tile; of the last expert past them all."""
     expert = gl.minimum(tile // per_expert, num_experts - 1)
     m, n = tile_coordinates(tile - expert * per_expert, num_m, num_n, GROUP_M)
-    return expert, m, n, gl.load(offsets + expert), gl.load(offsets + expert + 1)
+    start = gl.minimum(gl.maximum(gl.load(offsets + expert), 0), num_rows)
+    return expert, m, n, start, gl.minimum(gl.load(offsets + expert + 1), num_rows)
 
 
 @jit
 def consumer(
-    c: gl.constexpr, a_bufs, b_bufs, c_bufs, full, empty, dw_desc, offsets, num_experts, M, N,
+    c: gl.constexpr, a_bufs, b_bufs, c_bufs, full, empty, dw_desc, offsets, num_experts, num_rows, M, N,
     A_GATHERED: gl.constexpr, B_GATHERED: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     EPI_N: gl.constexpr, NBUF: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
@@ -43,11 +44,11 @@ def consumer(
     slot = 0
     first = gl.program_id(0)
     step = gl.num_programs(0)
-    expert, m, n, start, end = place(first, per_expert, num_m, num_n, offsets, num_experts, GROUP_M)
+    expert, m, n, start, end = place(first, per_expert, num_m, num_n, offsets, num_experts, num_rows, GROUP_M)
     for tile in range(first, num_experts * per_expert, step):
         rows = end - start
         acc = gl.zeros([64, BN], gl.float32, LAYOUT)
-        following = place(tile + step, per_expert, num_m, num_n, offsets, num_experts, GROUP_M)
+        following = place(tile + step, per_expert, num_m, num_n, offsets, num_experts, num_rows, GROUP_M)
         for r in range(0, rows, BK):
             mbarrier.wait(full.index(stage), phase)
             if A_GATHERED or B_GATHERED:
@@ -69,7 +70,7 @@ def consumer(
 
 @jit
 def producer(
-    a_bufs, b_bufs, full, empty, a, b, stride_a, stride_b, row_to_slot, offsets, num_experts, M, N,
+    a_bufs, b_bufs, full, empty, a, b, stride_a, stride_b, row_to_slot, offsets, num_experts, num_rows, num_slots, M, N,
     TOP_K: gl.constexpr, A_GATHERED: gl.constexpr, B_GATHERED: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -88,9 +89,9 @@ def producer(
     phase = 1
     first = gl.program_id(0)
     step = gl.num_programs(0)
-    _, m, n, start, end = place(first, per_expert, num_m, num_n, offsets, num_experts, GROUP_M)
+    _, m, n, start, end = place(first, per_expert, num_m, num_n, offsets, num_experts, num_rows, GROUP_M)
     for tile in range(first, num_experts * per_expert, step):
-        following = place(tile + step, per_expert, num_m, num_n, offsets, num_experts, GROUP_M)
+        following = place(tile + step, per_expert, num_m, num_n, offsets, num_experts, num_rows, GROUP_M)
         if A_GATHERED or B_GATHERED:
             slots = gl.load(
                 row_to_slot + gl.where(start + o_r < end, start + o_r, start), mask=start < end, other=0
@@ -101,7 +102,8 @@ def producer(
             r = start + k
             bar = full.index(stage)
             if A_GATHERED or B_GATHERED:
-                token = gl.maximum(slots, 0) // TOP_K
+                live = slots >= 0
+                token = inside(slots, num_slots) // TOP_K
                 ahead = r + BK + o_r
                 slots = gl.load(row_to_slot + gl.where(ahead < end, ahead, start))
             mbarrier.wait(empty.index(stage), phase)
@@ -109,13 +111,13 @@ def producer(
             if A_GATHERED:
                 columns_a = m * 128 + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
                 for c in gl.static_range(2):
-                    gather(a + c * 64, token * stride_a, columns_a, a_bufs.index(stage * 2 + c))
+                    gather_live(a + c * 64, token * stride_a, columns_a, live, a_bufs.index(stage * 2 + c))
             else:
                 for c in gl.static_range(2):
                     load_ragged(a, r, end, m * 128 + c * 64, bar, a_bufs.index(stage * 2 + c))
             if B_GATHERED:
                 columns_b = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
-                gather(b, token * stride_b, columns_b, b_bufs.index(stage))
+                gather_live(b, token * stride_b, columns_b, live, b_bufs.index(stage))
             else:
                 load_ragged(b, r, end, n * BN, bar, b_bufs.index(stage))
             if A_GATHERED or B_GATHERED:
@@ -126,9 +128,9 @@ def producer(
         async_copy.wait_group(0)
 
 
-@jit(do_not_specialize=["num_experts"])
+@jit(do_not_specialize=["num_experts", "num_rows", "num_slots"])
 def weight_gradient_kernel(
-    a, b, dw_desc, row_to_slot, offsets, stride_a, stride_b, num_experts, M, N,
+    a, b, dw_desc, row_to_slot, offsets, stride_a, stride_b, num_experts, num_rows, num_slots, M, N,
     A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr, TOP_K: gl.constexpr, A_GATHERED: gl.constexpr,
     B_GATHERED: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, EPI_N: gl.constexpr,
     NBUF: gl.constexpr, GROUP_M: gl.constexpr, WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -151,16 +153,16 @@ def weight_gradient_kernel(
     gl.warp_specialize(
         [
             (consumer, (
-                0, a_bufs, b_bufs, c_bufs, full, empty, dw_desc, offsets, num_experts, M, N,
+                0, a_bufs, b_bufs, c_bufs, full, empty, dw_desc, offsets, num_experts, num_rows, M, N,
                 A_GATHERED, B_GATHERED, BN, BK, STAGES, EPI_N, NBUF, GROUP_M,
             )),
             (consumer, (
-                1, a_bufs, b_bufs, c_bufs, full, empty, dw_desc, offsets, num_experts, M, N,
+                1, a_bufs, b_bufs, c_bufs, full, empty, dw_desc, offsets, num_experts, num_rows, M, N,
                 A_GATHERED, B_GATHERED, BN, BK, STAGES, EPI_N, NBUF, GROUP_M,
             )),
             (producer, (
-                a_bufs, b_bufs, full, empty, a, b, stride_a, stride_b, row_to_slot, offsets, num_experts, M, N,
-                TOP_K, A_GATHERED, B_GATHERED, BN, BK, STAGES, GROUP_M, WARPS,
+                a_bufs, b_bufs, full, empty, a, b, stride_a, stride_b, row_to_slot, offsets, num_experts, num_rows,
+                num_slots, M, N, TOP_K, A_GATHERED, B_GATHERED, BN, BK, STAGES, GROUP_M, WARPS,
             )),
         ],
         [4, WARPS],

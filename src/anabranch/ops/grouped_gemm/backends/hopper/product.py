@@ -23,7 +23,7 @@ from anabranch._backends.hopper.pipeline import (
     put,
     ring,
 )
-from anabranch.ops.moe_mlp.backends.hopper.producers import gathering_producer, producer
+from anabranch.ops.grouped_gemm.backends.hopper.producers import gathering_producer, producer
 
 
 @jit
@@ -216,10 +216,10 @@ def consumer(
     store_wait(pendings=0)
 
 
-@jit(do_not_specialize=["size", "num_rows"])
+@jit(do_not_specialize=["size", "num_rows", "num_slots"])
 def product_kernel(
     x, w_desc, out_desc, h_desc, up_desc, h, bias, row_to_slot, tiles,
-    stride_xm, stride_be, size, num_rows, N, K, A_LAYOUT: gl.constexpr, TOP_K: gl.constexpr,
+    stride_xm, stride_be, size, num_rows, num_slots, N, K, A_LAYOUT: gl.constexpr, TOP_K: gl.constexpr,
     EPILOGUE: gl.constexpr, P: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, KEEP_H: gl.constexpr,
     HAS_BIAS: gl.constexpr, GATHERED: gl.constexpr, K_MAJOR: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, EPI_N: gl.constexpr, NBUF: gl.constexpr,
@@ -255,7 +255,7 @@ def product_kernel(
                     LAG == 0, K_MAJOR, PARTS, BN, BK, STAGES, EPI_N, NBUF, GROUP_M, SKEW,
                 )),
                 (gathering_producer, (
-                    a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, N, K, TOP_K,
+                    a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K,
                     GATED, INTERLEAVED, K_MAJOR, PARTS, BN, BK, STAGES, GROUP_M, WARPS, LAG,
                 )),
             ],
