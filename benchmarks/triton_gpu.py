@@ -269,21 +269,27 @@ def main() -> None:
     out = parser.parse_args().out
     check()
     results: dict[str, Results] = {"products": {}, "layer": {}}
-    for part in (bandwidth, dual, small):
-        results[part.__name__] = part()
+    print(f"torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name()}")
+
+    def keep(title: str, rows: Results) -> None:
+        """A long run that is cut off leaves what it has."""
+        results.setdefault(title, {}).update(rows)
+        for name, values in rows.items():
+            print(
+                f"{title:9s} {name:32s}",
+                *(f"{key} {value:.4g};" for key, value in values.items()),
+                flush=True,
+            )
+        if out:
+            out.write_text(json.dumps(results, indent=1))
+
     for shape in SHAPES:
         for kind in ("random", "zipf"):
             for part in (products, layer):
-                results[part.__name__][f"{shape} {kind}"] = part(BENCHMARKS[shape], kind)
+                keep(part.__name__, {f"{shape} {kind}": part(BENCHMARKS[shape], kind)})
                 torch.cuda.empty_cache()
-    for title, rows in results.items():
-        print(
-            f"== {title}: torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name()}"
-        )
-        for name, values in rows.items():
-            print(f"{name:32s}", *(f"{key} {value:.4g};" for key, value in values.items()))
-    if out:
-        out.write_text(json.dumps(results, indent=1))
+    for whole in (bandwidth, dual, small):
+        keep(whole.__name__, whole())
 
 
 if __name__ == "__main__":

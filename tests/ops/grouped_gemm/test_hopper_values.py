@@ -14,7 +14,7 @@ CASES = {
     # T, K_dim, N, E, K, routing, dropped, options
     "plain": (700, 512, 384, 7, 2, "random", 0.0, {}),
     "gather": (700, 512, 384, 7, 2, "random", 0.1, dict(gather=True)),
-    "gather_copied": (333, 264, 136, 5, 3, "zipf", 0.2, dict(gather=True, activation="swiglu")),
+    "gather_copied": (333, 264, 144, 5, 3, "zipf", 0.2, dict(gather=True, activation="swiglu")),
     "gather_half": (333, 320, 272, 5, 3, "duplicates", 0.1, dict(gather=True)),
     "narrow": (333, 256, 72, 5, 2, "random", 0.1, dict(gather=True, activation="gelu")),
     "short": (333, 40, 264, 5, 2, "random", 0.1, dict(activation="silu")),

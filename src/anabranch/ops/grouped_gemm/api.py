@@ -33,7 +33,8 @@ def grouped_gemm(
 
     Letters: T tokens, K experts per token, E experts, R = ``layout.num_rows`` rows; the output has
     N columns, or N / 2 with a gated activation. Products accumulate in fp32 (fp64 for fp64), bias, activation
-    and scale apply to the accumulator, and the result is rounded once to x's dtype. Rows of dropped slots
+    and scale apply to the accumulator, and the result is rounded once to x's dtype (on the CPU bf16's and fp16's
+    accumulator may come rounded already). Rows of dropped slots
     and rows past ``offsets[E]`` are zero. Gradients reach x, weight, bias and scale, each computed only if needed.
 
     Args:

@@ -109,8 +109,8 @@ def backward(
         d_z = torch.empty_like(h)
         pre_activation_gradient(grad, h, None, call.layout, call.epilogue, grad_rows=ROW, d_z=d_z)
     else:
-        # One that was expanded, as by sum, cannot be loaded in tiles.
-        d_z = grad if launch.tiled(grad) else grad.contiguous()
+        # One that was expanded, as by sum, or starts anywhere cannot be loaded in tiles.
+        d_z = grad if launch.tiled(grad) else grad.clone(memory_format=torch.contiguous_format)
     rows = launch.rows_of(call.layout)
     if need_x:
         d_x = _d_x(call, d_z, rows)

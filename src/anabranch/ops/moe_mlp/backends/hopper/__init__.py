@@ -7,7 +7,6 @@ products are grouped_gemm's; the gate's gradient is here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +14,6 @@ from torch import Tensor
 from anabranch._backends.hopper import serves
 from anabranch.ops.moe_mlp.call import MoeMlpCall
 from anabranch.ops.route.call import Fields, Routing
-
-if TYPE_CHECKING:
-    from anabranch.ops.grouped_gemm.backends.hopper.launch import Rows
 
 
 def supports(call: MoeMlpCall) -> str | None:
@@ -80,23 +76,8 @@ def forward_routed(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> Sequence[
     layout = call.layout
     assert layout is not None
     rows = launch.rows_of(layout)
+    x, gathered = _inputs(call)
     a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2])
-    x = _up(call, rows, a, h)
-    y = call.x.new_empty(layout.num_rows, call.x.shape[1])
-    launch.gemm(a, call.down_nk, rows, y, bias=call.down_bias)
-    combine(y, layout.slot_to_row, call.expert_weights if call.weight_on == "output" else None, out)
-    return (a, y, rows.table, *([] if x is call.x else [x]))
-
-
-def _up(call: MoeMlpCall, rows: Rows, a: Tensor, h: Tensor | None) -> Tensor:
-    """Writes the activation, and the pre-activation if ``h`` is given. Returns x as it was read."""
-    from anabranch._backends.triton.gather import gather_rows
-    from anabranch.ops.grouped_gemm.backends.hopper import launch
-
-    assert call.layout is not None
-    on_output = call.weight_on == "output"
-    gathered = on_output and launch.gatherable(call.x)
-    x = call.x if gathered else gather_rows(call.x, call.layout, None if on_output else call.expert_weights)
     launch.gemm(
         x,
         call.gate_up_nk,
@@ -108,7 +89,22 @@ def _up(call: MoeMlpCall, rows: Rows, a: Tensor, h: Tensor | None) -> Tensor:
         interleaved=call.gate_layout == "interleaved",
         gathered=gathered,
     )
-    return x
+    y = call.x.new_empty(layout.num_rows, call.x.shape[1])
+    launch.gemm(a, call.down_nk, rows, y, bias=call.down_bias)
+    combine(y, layout.slot_to_row, call.expert_weights if call.weight_on == "output" else None, out)
+    return (a, y, rows.table, *([] if gathered else [x]))
+
+
+def _inputs(call: MoeMlpCall, width: int = 1) -> tuple[Tensor, bool]:
+    """x as a kernel reads it, and whether the kernel gathers it: in tiles of so many columns, that divide x's."""
+    from anabranch._backends.triton.gather import gather_rows
+    from anabranch.ops.grouped_gemm.backends.hopper import launch
+
+    assert call.layout is not None
+    on_output = call.weight_on == "output"
+    if on_output and launch.gatherable(call.x) and call.x.shape[1] % width == 0:
+        return call.x, True
+    return gather_rows(call.x, call.layout, None if on_output else call.expert_weights), False
 
 
 def backward(
@@ -116,7 +112,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, gate_up, down, expert_weights and the biases; None for those not needed.
 
-    Without h the up-projection is launched again, as the forward would to keep h: the same bits.
+    Without h the up-projection is computed again, to the bits that the forward would have kept.
     """
     from anabranch._backends.triton.combine import combine
     from anabranch._backends.triton.gather import gather_rows
@@ -140,13 +136,13 @@ def backward(
     rows = launch.rows_of(layout)
     d_rows = gather_rows(grad, layout)
     if need_d_h or need_down or (need_weights and on_output):
-        if need_down or h is None:
-            a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2])
+        a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2]) if need_down else None
         if h is None:
-            assert a is not None
             # Nobody else sees this one, so its gradient may take its place.
             h = call.x.new_empty(layout.num_rows, call.gate_up_nk.shape[1])
-            _up(call, rows, a, h)
+            x, gathered = _inputs(call)
+            launch.gemm(x, call.gate_up_nk, rows, h, bias=call.gate_up_bias, gathered=gathered)
+            del x
             d_h = h if need_d_h else None
         elif need_d_h:
             d_h = torch.empty_like(h)
@@ -159,7 +155,7 @@ def backward(
             call.epilogue,
             interleaved=call.gate_layout == "interleaved",
             d_h=d_h,
-            a_out=a if need_down else None,
+            a_out=a,
             d_scale=d_weights if on_output else None,
         )
     if need_down:
@@ -187,8 +183,7 @@ def backward(
     if need_gate_up:
         assert d_h is not None
         d_gate_up = torch.empty_like(call.gate_up, memory_format=torch.contiguous_format)
-        gathered = on_output and launch.gatherable(call.x) and call.x.shape[1] % launch.GATHERED_COLUMNS == 0
-        x = call.x if gathered else gather_rows(call.x, layout, None if on_output else call.expert_weights)
+        x, gathered = _inputs(call, launch.GATHERED_COLUMNS)
         launch.weight_gradient(
             *_roles(call, d_h, x),
             rows,

@@ -1,7 +1,8 @@
 """The gradient of the pre-activation: a product whose accumulator two more warps take on from shared memory.
 
 The two multiplying warpgroups only round their half tile and leave it; while they multiply the next tile, the
-finishing warps read the pre-activation beside it, and write what the needed gradients ask for.
+finishing warps take the pre-activation beside it from a ring of its own, whose loads one more warp keeps on their
+way, and write what the needed gradients ask for.
 Letters: N columns of the activation, K the reduction (columns of the output).
 """
 
@@ -12,6 +13,7 @@ from anabranch._backends.hopper.gluon import (
     jit,
     mbarrier,
     reinterpret,
+    tma_load,
     warpgroup_mma_wait,
 )
 from anabranch._backends.hopper.pipeline import advance, columns, hand_back, locate, ring
@@ -21,10 +23,14 @@ from anabranch.ops.grouped_gemm.backends.hopper.product import steps
 
 @jit
 def consumer(
-    c: gl.constexpr, a_bufs, b_bufs, d_bufs, full, empty, ready, free, tiles, size, N, K,
+    c: gl.constexpr, a_bufs, b_bufs, d_bufs, full, empty, ready, free, go, tiles, size, N, K,
     K_MAJOR: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    SKEW: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies rows 64 * c to 64 * c + 63 of every tile and leaves them for the finishing warps."""
+    """Multiplies rows 64 * c to 64 * c + 63 of every tile and leaves them for the finishing warps.
+
+    The first half leads by SKEW stages, so that one half multiplies while the other is left.
+    """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     num_m = gl.load(tiles + 3 * size)
     num_n = gl.cdiv(N, BN)
@@ -33,14 +39,23 @@ def consumer(
     stage = 0
     phase = 0
     turn = 1
+    passed = 0
     acc = gl.zeros([64, BN], gl.float32, LAYOUT)
     _, row, end, _ = locate(gl.program_id(0), total, num_m, num_n, tiles, size, GROUP_M)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        if SKEW > 0 and c == 1:
+            mbarrier.wait(go, passed)
+        passed = passed ^ 1
         if row + 64 * c < end:
-            begun = gl.minimum(num_k, 1)
+            if SKEW > 0 and c == 0:
+                begun = gl.minimum(num_k, SKEW)
+            else:
+                begun = gl.minimum(num_k, 1)
             acc, stage, phase = steps(
                 acc, 0, begun, c, a_bufs, b_bufs, full, empty, stage, phase, False, K_MAJOR, 1, BN, BK, STAGES
             )
+            if SKEW > 0 and c == 0:
+                mbarrier.arrive(go, count=1)
             following = locate(tile + gl.num_programs(0), total, num_m, num_n, tiles, size, GROUP_M)
             acc, stage, phase = steps(
                 acc,
@@ -79,33 +94,55 @@ def consumer(
 
 
 @jit
-def load_h(h, row, end, n, N, stride_hm, at, GATED: gl.constexpr, INTERLEAVED: gl.constexpr):
-    """The columns of the pre-activation beside a piece, anything outside it: (gate, up), (both,) or (it,)."""
-    o_m, o_n, w_m, w_n = at
-    if INTERLEAVED:
-        live = ((row + w_m) < end)[:, None] & (2 * n + w_n < 2 * N)[None, :]
-        p = h + (row + w_m).to(gl.int64)[:, None] * stride_hm + (2 * n + w_n)[None, :]
-        return (gl.load(p, mask=live),)
-    else:
-        live = ((row + o_m) < end)[:, None] & (n + o_n < N)[None, :]
-        p = h + (row + o_m).to(gl.int64)[:, None] * stride_hm + (n + o_n)[None, :]
-        if GATED:
-            return gl.load(p, mask=live), gl.load(p + N, mask=live)
-        else:
-            return (gl.load(p, mask=live),)
+def h_loader(
+    h_desc, h_bufs, h_full, h_empty, tiles, size, N, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    BN: gl.constexpr, GROUP_M: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, PIECE_M: gl.constexpr,
+):  # fmt: skip
+    """Loads the pre-activation of PIECE_M rows at a time, in the order in which the finishing warps take it."""
+    num_m = gl.load(tiles + 3 * size)
+    num_n = gl.cdiv(N, BN)
+    total = num_m * num_n
+    slot = 0
+    phase = 1
+    _, row, end, tile_n = locate(gl.program_id(0), total, num_m, num_n, tiles, size, GROUP_M)
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        following = locate(tile + gl.num_programs(0), total, num_m, num_n, tiles, size, GROUP_M)
+        n = tile_n * BN
+        for i in range(128 // PIECE_M):
+            begin = row + i * PIECE_M
+            if begin < end:
+                bar = h_full.index(slot)
+                mbarrier.wait(h_empty.index(slot), phase)
+                mbarrier.expect(bar, PARTS * PIECE_M * BN * 2)
+                if INTERLEAVED:
+                    tma_load(h_desc, [begin, 2 * n], bar, h_bufs.index(slot * PARTS))
+                    tma_load(h_desc, [begin, 2 * n + BN], bar, h_bufs.index(slot * PARTS + 1))
+                else:
+                    tma_load(h_desc, [begin, n], bar, h_bufs.index(slot * PARTS))
+                    if GATED:
+                        tma_load(h_desc, [begin, N + n], bar, h_bufs.index(slot * PARTS + 1))
+                slot, phase = advance(slot, phase, SLOTS)
+        _, row, end, tile_n = following
 
 
 @jit
-def load_pieces(
-    h, row, end, n, N, stride_hm, at, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, COUNT: gl.constexpr
+def read_h(
+    h_pieces, slot, j: gl.constexpr, COUNT: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    ACROSS: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """What :func:`load_h` gives of COUNT pieces side by side."""
-    if COUNT == 1:
-        return (load_h(h, row, end, n, N, stride_hm, at, GATED, INTERLEAVED),)
+    """The pre-activation beside COUNT pieces from piece j on: of each (gate, up), (both,) or (it,)."""
+    if COUNT > 1:
+        first = read_h(h_pieces, slot, j, COUNT // 2, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE)
+        return first + read_h(
+            h_pieces, slot, j + COUNT // 2, COUNT // 2, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE
+        )
+    elif INTERLEAVED:
+        return ((h_pieces.index(slot * ACROSS + j).load(WIDE),),)
+    elif GATED:
+        at = slot * 2 * ACROSS + j
+        return ((h_pieces.index(at).load(LAYOUT), h_pieces.index(at + ACROSS).load(LAYOUT)),)
     else:
-        first = load_pieces(h, row, end, n, N, stride_hm, at, GATED, INTERLEAVED, COUNT // 2)
-        n += COUNT // 2 * 64
-        return first + load_pieces(h, row, end, n, N, stride_hm, at, GATED, INTERLEAVED, COUNT // 2)
+        return ((h_pieces.index(slot * ACROSS + j).load(LAYOUT),),)
 
 
 @jit
@@ -129,12 +166,14 @@ def load_factors(weights, slots, stride_wt, stride_wk, TOP_K: gl.constexpr, WEIG
 def finish(
     d, z, factor, row, end, n, N, d_h, a_out, stride_hm, at,
     EPILOGUE: gl.constexpr, P: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    NEED_H: gl.constexpr, NEED_A: gl.constexpr, WIDE: gl.constexpr,
+    NEED_H: gl.constexpr, NEED_A: gl.constexpr, WIDE: gl.constexpr, WHOLE_N: gl.constexpr,
 ):  # fmt: skip
     """Writes what is needed of a piece; returns what to add up along its rows."""
     LAYOUT: gl.constexpr = d.type.layout
     o_m, o_n, w_m, w_n = at
-    store = ((row + o_m) < end)[:, None] & (n + o_n < N)[None, :]
+    store = ((row + o_m) < end)[:, None]
+    if not WHOLE_N:
+        store = store & (n + o_n < N)[None, :]
     o_row = (row + o_m).to(gl.int64)[:, None]
     p_h = d_h + o_row * stride_hm + (n + o_n)[None, :]
     scaled = d * factor[:, None]
@@ -145,7 +184,9 @@ def finish(
         d_gate, d_up, a = EPILOGUE(scaled, gate, up, P)
         if NEED_H:
             both = gl.join(d_gate, d_up).reshape([d.shape[0], 2 * d.shape[1]]).to(d_h.dtype.element_ty)
-            store_both = ((row + w_m) < end)[:, None] & (2 * n + w_n < 2 * N)[None, :]
+            store_both = ((row + w_m) < end)[:, None]
+            if not WHOLE_N:
+                store_both = store_both & (2 * n + w_n < 2 * N)[None, :]
             p_both = d_h + (row + w_m).to(gl.int64)[:, None] * stride_hm + (2 * n + w_n)[None, :]
             gl.store(p_both, gl.convert_layout(both, WIDE), mask=store_both)
     elif GATED:
@@ -163,16 +204,20 @@ def finish(
             (a * factor[:, None]).to(a_out.dtype.element_ty),
             mask=store,
         )
-    return gl.where(store, d * a, 0.0)
+    if WHOLE_N:
+        return d * a  # rows past the expert's end have no slot that their sum would go to
+    else:
+        return gl.where(store, d * a, 0.0)
 
 
 @jit
 def finisher(
-    d_bufs, ready, free, h, stride_hm, weights, stride_wt, stride_wk, row_to_slot, d_h, a_out, dots, num_slots,
-    tiles, size, N,
+    d_bufs, ready, free, h_bufs, h_full, h_empty, stride_hm, weights, stride_wt, stride_wk, row_to_slot, d_h,
+    a_out, dots, num_slots, tiles, size, N,
     EPILOGUE: gl.constexpr, P: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, WEIGHTED: gl.constexpr,
     NEED_H: gl.constexpr, NEED_A: gl.constexpr, NEED_DOT: gl.constexpr, TOP_K: gl.constexpr, BN: gl.constexpr,
-    GROUP_M: gl.constexpr, PIECE_M: gl.constexpr, WARPS: gl.constexpr,
+    GROUP_M: gl.constexpr, PIECE_M: gl.constexpr, WARPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
+    WHOLE_N: gl.constexpr,
 ):  # fmt: skip
     """From the activation's gradient in shared memory to what is needed, piece by piece, 16 bytes a thread."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
@@ -192,6 +237,12 @@ def finisher(
     # Blocks of 8 rows follow one another in shared memory: any number of them is a tile too.
     WHOLE: gl.constexpr = d_bufs.layout
     pieces = reinterpret(d_bufs, [2 * ACROSS * DOWN, PIECE_M, 64], WHOLE)
+    # Read at once, rows make room for others soon; alternating columns take more registers to part.
+    AT_ONCE: gl.constexpr = not INTERLEAVED
+    H_WIDTH: gl.constexpr = 128 if INTERLEAVED else 64
+    h_pieces = reinterpret(h_bufs, [SLOTS * PARTS * BN // H_WIDTH, PIECE_M, H_WIDTH], WHOLE)
+    slot = 0
+    phase = 0
     turns = 0
     _, row, end, tile_n = locate(gl.program_id(0), total, num_m, num_n, tiles, size, GROUP_M)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -201,7 +252,6 @@ def finisher(
             first = row + 64 * c
             if first < end:
                 stop = gl.minimum(end, first + 64)
-                z = load_pieces(h, first, stop, first_n, N, stride_hm, at, GATED, INTERLEAVED, ACROSS)
                 slots = load_slots(row_to_slot, first + o_m, end)
                 slots_next = load_slots(row_to_slot, first + PIECE_M + o_m, end)
                 factor = load_factors(weights, slots, stride_wt, stride_wk, TOP_K, WEIGHTED)
@@ -212,20 +262,25 @@ def finisher(
                     # What the next rows need is on its way while these are worked on.
                     factor_next = load_factors(weights, slots_next, stride_wt, stride_wk, TOP_K, WEIGHTED)
                     slots_after = load_slots(row_to_slot, begin + 2 * PIECE_M + o_m, end)
+                    mbarrier.wait(h_full.index(slot), phase)
+                    if AT_ONCE:
+                        z = read_h(h_pieces, slot, 0, ACROSS, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE)
+                        mbarrier.arrive(h_empty.index(slot), count=1)
                     dot = gl.zeros([PIECE_M, 64], gl.float32, layout=LAYOUT)
-                    z_next = ()
                     for j in gl.static_range(ACROSS):
                         n = first_n + j * 64
                         d = pieces.index((c * ACROSS + j) * DOWN + i).load(LAYOUT).to(gl.float32)
+                        if AT_ONCE:
+                            piece = z[j]
+                        else:
+                            piece = read_h(h_pieces, slot, j, 1, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE)[0]
                         dot += finish(
-                            d, z[j], factor, begin, end, n, N, d_h, a_out, stride_hm, at,
-                            EPILOGUE, P, GATED, INTERLEAVED, NEED_H, NEED_A, WIDE,
+                            d, piece, factor, begin, end, n, N, d_h, a_out, stride_hm, at,
+                            EPILOGUE, P, GATED, INTERLEAVED, NEED_H, NEED_A, WIDE, WHOLE_N,
                         )  # fmt: skip
-                        following_z = load_h(
-                            h, begin + PIECE_M, stop, n, N, stride_hm, at, GATED, INTERLEAVED
-                        )
-                        z_next = z_next + (following_z,)
-                    z = z_next
+                    if not AT_ONCE:
+                        mbarrier.arrive(h_empty.index(slot), count=1)
+                    slot, phase = advance(slot, phase, SLOTS)
                     if NEED_DOT:
                         p = dots + tile_n.to(gl.int64) * num_slots + slots
                         gl.store(p, gl.sum(dot, axis=1), mask=slots >= 0)
@@ -238,14 +293,14 @@ def finisher(
 
 @jit(do_not_specialize=["size", "num_slots"])
 def gate_gradient_kernel(
-    x_desc, w_desc, h, weights, d_h, a_out, dots, row_to_slot, tiles,
+    x_desc, w_desc, h_desc, weights, d_h, a_out, dots, row_to_slot, tiles,
     stride_hm, stride_wt, stride_wk, num_slots, size, N, K,
     EPILOGUE: gl.constexpr, P: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, WEIGHTED: gl.constexpr,
     NEED_H: gl.constexpr, NEED_A: gl.constexpr, NEED_DOT: gl.constexpr, TOP_K: gl.constexpr,
     K_MAJOR: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     PIECE_M: gl.constexpr, FINISHERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    FINISHER_REGISTERS: gl.constexpr,
+    FINISHER_REGISTERS: gl.constexpr, SLOTS: gl.constexpr, SKEW: gl.constexpr, WHOLE_N: gl.constexpr,
 ):  # fmt: skip
     """With d = x[row] @ w[expert].T: ``d_h = epilogue'(h) * weight * d``, ``a_out = weight * epilogue(h)`` and, by
     tile of columns and slot, ``dots = <d, epilogue(h)>``. d_h may be h: a piece is read before it is written.
@@ -257,29 +312,38 @@ def gate_gradient_kernel(
     d_bufs = gl.allocate_shared_memory(dtype, [2 * (BN // 64), 64, 64], whole)
     full, empty = ring(STAGES, 1, 2)
     ready, free = ring(2, 1, 1)
+    PARTS: gl.constexpr = 2 if GATED else 1
+    h_bufs = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, PIECE_M, BN], h_desc.layout)
+    h_full, h_empty = ring(SLOTS, 1, 1)
+    go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(go, count=1)
     fence_async_shared()
     barrier()
     F: gl.constexpr = EPILOGUE  # a function is handed on as a constant alone
     gl.warp_specialize(
         [
             (consumer, (
-                0, a_bufs, b_bufs, d_bufs, full, empty, ready, free, tiles, size, N, K,
-                K_MAJOR, BN, BK, STAGES, GROUP_M,
+                0, a_bufs, b_bufs, d_bufs, full, empty, ready, free, go, tiles, size, N, K,
+                K_MAJOR, BN, BK, STAGES, GROUP_M, SKEW,
             )),
             (consumer, (
-                1, a_bufs, b_bufs, d_bufs, full, empty, ready, free, tiles, size, N, K,
-                K_MAJOR, BN, BK, STAGES, GROUP_M,
+                1, a_bufs, b_bufs, d_bufs, full, empty, ready, free, go, tiles, size, N, K,
+                K_MAJOR, BN, BK, STAGES, GROUP_M, SKEW,
             )),
             (finisher, (
-                d_bufs, ready, free, h, stride_hm, weights, stride_wt, stride_wk, row_to_slot, d_h, a_out, dots,
-                num_slots, tiles, size, N, F, P, GATED, INTERLEAVED, WEIGHTED,
-                NEED_H, NEED_A, NEED_DOT, TOP_K, BN, GROUP_M, PIECE_M, FINISHERS,
+                d_bufs, ready, free, h_bufs, h_full, h_empty, stride_hm, weights, stride_wt, stride_wk, row_to_slot,
+                d_h, a_out, dots, num_slots, tiles, size, N, F, P, GATED, INTERLEAVED, WEIGHTED,
+                NEED_H, NEED_A, NEED_DOT, TOP_K, BN, GROUP_M, PIECE_M, FINISHERS, SLOTS, PARTS, WHOLE_N,
+            )),
+            (h_loader, (
+                h_desc, h_bufs, h_full, h_empty, tiles, size, N, GATED, INTERLEAVED, BN, GROUP_M, SLOTS, PARTS,
+                PIECE_M,
             )),
             (producer, (
                 a_bufs, b_bufs, full, empty, x_desc, w_desc, tiles, size, N, K,
                 False, False, K_MAJOR, 1, BN, BK, STAGES, GROUP_M,
             )),
         ],
-        [4, FINISHERS, 1],
-        [CONSUMER_REGISTERS, FINISHER_REGISTERS, 24],
+        [4, FINISHERS, 1, 1],
+        [CONSUMER_REGISTERS, FINISHER_REGISTERS, 24, 24],
     )  # fmt: skip

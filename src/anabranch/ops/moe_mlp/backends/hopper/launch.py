@@ -21,6 +21,12 @@ from anabranch.ops.grouped_gemm.backends.hopper.plan import NARROW, ROWS, WIDE, 
 from anabranch.ops.grouped_gemm.backends.triton.plan import device_code, parameters
 from anabranch.ops.moe_mlp.backends.hopper import gate_gradient
 
+PIECE = 8
+"""Rows that are finished at once: as many as a block of shared memory has, whose addresses are swizzled."""
+FULL = WIDE._replace(STAGES=3, SKEW=1)
+FEW = NARROW._replace(STAGES=5, SKEW=0)
+"""For few columns. Beside the stages, shared memory holds a tile and PIECE rows of the pre-activation twice."""
+
 
 @lru_cache(REMEMBERED)
 def refusal(
@@ -79,11 +85,13 @@ def _pre_activation_gradient(
 ) -> tuple[Launch, int]:  # fmt: skip
     """The launch, and how many tiles of columns there are."""
     experts, columns, k_dim = weight.shape
-    config = config or (WIDE._replace(STAGES=3) if columns > NARROW.BN else NARROW._replace(STAGES=5))
+    config = config or (FULL if columns > NARROW.BN else FEW)
     code = device_code(epilogue)
     assert code is not None
     # What no gradient needs costs no product: only the activation is made again then.
     k_dim = k_dim if need_h or need_dot else 0
+    if triton.cdiv(k_dim, config.BK) < config.STAGES:
+        config = config._replace(SKEW=0)  # the second half could miss one of two starts
     launch = Launch(
         device, gate_gradient.gate_gradient_kernel, (on.num_sms(device),),
         h.stride[0], *((0, 0) if scale is None else scale.stride), maps.num_slots,
@@ -91,8 +99,9 @@ def _pre_activation_gradient(
         EPILOGUE=code.backward, P=parameters(epilogue), GATED=epilogue.columns == 2, INTERLEAVED=interleaved,
         WEIGHTED=scale is not None, NEED_H=need_h, NEED_A=need_a, NEED_DOT=need_dot, TOP_K=maps.top_k,
         K_MAJOR=k_major(weight), BN=config.BN, BK=config.BK, STAGES=config.STAGES, GROUP_M=config.GROUP_M,
-        PIECE_M=8, FINISHERS=2, CONSUMER_REGISTERS=160, FINISHER_REGISTERS=184, num_warps=4,
+        PIECE_M=PIECE, FINISHERS=2, CONSUMER_REGISTERS=160, FINISHER_REGISTERS=184, SLOTS=2, SKEW=config.SKEW,
+        WHOLE_N=columns % config.BN == 0, num_warps=4,
     )  # fmt: skip
     t_w = weight_tiles(weight, config.BN, config.BN, config.BK)
-    launch.tiled({0: dense(d_rows, [64, config.BK]), 1: t_w})
+    launch.tiled({0: dense(d_rows, [64, config.BK]), 1: t_w, 2: dense(h, [PIECE, config.BN])})
     return launch, triton.cdiv(columns, config.BN)
