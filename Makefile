@@ -3,7 +3,7 @@
 #   make demo      train and sample a small MoE language model    TEXT=file  STEPS=n
 #   make test      the tests that need no GPU                     JOBS=n     ARGS="-k rope"
 #   make test-gpu  every operation on a GPU                       JOBS=n     ARGS="-k rope"
-#   make sanitize  core cases under compute-sanitizer             COMPUTE_SANITIZER=path
+#   make sanitize  core cases under compute-sanitizer             JOBS=n     COMPUTE_SANITIZER=path
 #   make check     lint, format, types, and the repository's rules
 #   make aot       compile the Triton kernels for GPUs that need not be here; registers, spills, shared memory; those in
 #                  Gluon with the newest Triton too
@@ -51,7 +51,7 @@ test-gpu: $(VENV)/test.stamp
 	  test \( $$many -eq 0 -o $$many -eq 5 \) -a \( $$large -eq 0 -o $$large -eq 5 \)
 
 sanitize: $(VENV)/test.stamp
-	$(BIN)/python tests/gpu/sanitize.py
+	JOBS=$(JOBS) $(BIN)/python tests/gpu/sanitize.py
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -334,7 +334,8 @@ def test_each_launch_is_on_the_stream_and_the_device_of_its_moment(triton_36, mo
         assert [given[3] for given in kernel.seen] == [stream] * 3
 
 
-def test_a_remembered_forward_routes_into_new_fields(triton_36):
+def test_a_remembered_forward_routes_into_new_fields(triton_36, monkeypatch):
+    from anabranch._backends.triton.prepared import recorder
     from anabranch.epilogues import resolve
     from anabranch.ops.moe_mlp.backends.triton import remembered
     from anabranch.ops.moe_mlp.call import MoeMlpCall
@@ -342,7 +343,7 @@ def test_a_remembered_forward_routes_into_new_fields(triton_36):
     from anabranch.ops.route.call import Routing
 
     kernel = Kernel(triton_36.launcher)
-    route, rest, routed = described(kernel), described(kernel), []
+    route, rest, routed, recorded = described(kernel), described(kernel), [], []
 
     def topk(ids, experts):
         fields = topk_fake(ids, experts)
@@ -351,6 +352,7 @@ def test_a_remembered_forward_routes_into_new_fields(triton_36):
         return fields
 
     def make(call, out, h):
+        recorded.append(recorder.recording is not None)
         assert call.layout.slot_to_row is routed[-1][3]
         rest(call.x, call.layout.slot_to_row, out)
         return []
@@ -376,3 +378,8 @@ def test_a_remembered_forward_routes_into_new_fields(triton_36):
         assert [(v.shape, v.dtype) for v in fields] == [(v.shape, v.dtype) for v in routed[0]]
     assert len(routed) == 1
     assert len(kernel.asked) == 2
+    # While tiles may be searched for, nothing is remembered, and nobody keeps the trials' tensors.
+    monkeypatch.setattr(remembered.tuning, "standing", lambda device: None)
+    forward()
+    assert len(routed) == 2
+    assert recorded == [True, False]

@@ -149,9 +149,12 @@ class Router(nn.Module):
 
         Args:
             counts: (E,) tokens that chose each expert since the last update
-                (:func:`anabranch.nn.expert_counts`), summed over the ranks that share the router; on the bias's
-                device.
+                (:func:`anabranch.nn.expert_counts`), summed over the ranks that share the router; int32, int64 or
+                floats, on the bias's device.
             rate: the step.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: a router without selection bias, or counts or a rate that do not fit.
         """
         if self.selection_bias is None:
             expected = "a router made with selection_bias=True"

@@ -122,6 +122,19 @@ def test_explains():
     assert hopper.padding(bind(tokens=40)) == 1 - 20 / 64
 
 
+@pytest.mark.parametrize("options", [{}, dict(inner=320), dict(weight_on="input")], ids=str)
+def test_weights_that_no_kernel_writes_get_gradient_zero(options, monkeypatch):
+    """As those of dropped slots: of one tile of columns, of several, and where x is weighted."""
+    from anabranch._backends.triton.prepared import Launch
+
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *tensors: None)
+    call = bind(**options)
+    h = call.x.new_empty(T * K, call.gate_up_nk.shape[1])
+    d_weights = hopper.backward(call, call.x, h, [False, False, False, True, False, False])[3]
+    assert d_weights.shape == (T, K)
+    assert not d_weights.any()
+
+
 def test_a_refusal_names_its_reason():
     call = bind(dtype=torch.float32)
     with pytest.raises(

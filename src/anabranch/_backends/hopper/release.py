@@ -30,11 +30,10 @@ def refusal(backend: str | None = "hopper") -> str | None:
     reason = unfit(triton.__version__, backend)
     if reason is not None:
         return reason
+    # Whatever a build of a known release lacks, another backend can serve the call.
     try:
         from anabranch._backends.hopper import gluon  # noqa: F401
-    except (
-        Exception
-    ) as error:  # whatever a build of a known release lacks, another backend can serve the call
+    except Exception as error:
         return f"Gluon of Triton {triton.__version__} lacks what its kernels use: {error}"
     return None
 

@@ -101,9 +101,8 @@ class Calls(NamedTuple):
     constants: Sequence[Any]
     launches: Sequence[tuple[Callable[..., Any], Pick]]
 
-    def make(self, addresses: list[Any], stream: int) -> None:
-        """Makes them on a stream of the current device."""
-        values = addresses
+    def make(self, values: list[Any], stream: int) -> None:
+        """Makes them on a stream of the current device. ``values`` are the tensors' addresses; the rest is appended."""
         values.append(stream)
         for encoder, number in self.encoders:
             values.append(encoded(encoder, values[number])[0])

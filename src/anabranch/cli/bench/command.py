@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,7 +80,8 @@ def run_bench(options: Options, console: Console, cases: Mapping[str, Case] = BE
         others, absent = peers.load(peers.select(options.peers, device.type))
     report = _report(options, device, absent)
     bench = _Bench(options, device, variants + others, report, console, clock)
-    with _threads(options.threads), _on(device):
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with _threads(options.threads), current:
         shaped = [cell for cell in cells if cell.part == "shape"]
         bench.measure(shaped, cells[len(shaped) :])
         if options.explain:
@@ -209,12 +210,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-    else:
-        yield

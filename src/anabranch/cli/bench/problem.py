@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -178,12 +180,12 @@ def truth(problem: Problem) -> Results:
         return problem.reference(torch.float64 if small else torch.float32)
 
 
-class exact_products:  # noqa: N801 - reads as a function
+@contextmanager
+def exact_products() -> Iterator[None]:
     """Products of fp32 are in fp32 inside, not in TF32."""
-
-    def __enter__(self) -> None:
-        self.before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_float32_matmul_precision(self.before)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

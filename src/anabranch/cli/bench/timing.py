@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from anabranch.cli.bench.peers import reason
+
 Runs = Mapping[str, Callable[[], object]]
 WARMUP = {"cpu": 3, "cuda": 2}
 PATIENCE = 5
@@ -54,7 +56,7 @@ def interleaved(
             try:
                 elapsed = turn(runs[name])
             except Exception as error:  # it worked when it was checked; whatever it is, the others go on
-                failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+                failed[name] = reason(error)
                 continue
             if done >= 0:
                 times[name].append(elapsed)

@@ -74,12 +74,10 @@ class _Work:
         acc = wide(call.dtype)
         self.call = call
         self.on_output = call.weight_on == "output"
-        # Fillers weigh nothing, so no gradient comes of them; on the input a weight leaves the bias and f(0).
+        # On the input a filler's weight of 0 would leave the bias and f(0).
         self.walk = Walk.of(call.layout, call.gate_up_nk.shape[1], even=batches(call.x) and self.on_output)
         self.scratch = Scratch(self.walk, call.x)
         weights = call.expert_weights.reshape(-1).index_select(0, self.walk.slots).to(acc)
-        if self.walk.fillers is not None:
-            weights.masked_fill_(self.walk.fillers, 0)
         self.weights = weights[:, None]
         self.half = call.dtype != acc
 
@@ -104,6 +102,8 @@ class _Backward(_Work):
 
     def __init__(self, call: MoeMlpCall, needs: Sequence[bool]) -> None:
         super().__init__(call)
+        if (fillers := self.walk.fillers) is not None:
+            self.weights.masked_fill_(fillers[:, None], 0)  # so no gradient comes of them
         self.need_x, need_gate_up, need_down, need_weights, need_gate_up_bias, need_down_bias = needs
         need_rows = self.need_x or (need_weights and not self.on_output)
         self.need_d_h = need_rows or need_gate_up or need_gate_up_bias

@@ -78,11 +78,12 @@ def _count(keys: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     slots = torch.arange(count)
     mark = torch.add(slots, keys, alpha=count)
     narrow = torch.int16 if count < 2**15 else torch.int32
-    marks = torch.zeros((num_experts + 1) * count, dtype=narrow).index_fill_(0, mark, 1).cumsum_(0)
-    rows = marks.index_select(0, mark).int().sub_(1)
-    row_to_slot = torch.empty_like(rows).index_copy_(0, rows.long(), slots.int())
-    offsets = torch.nn.functional.pad(marks[count - 1 : num_experts * count : count].int(), (1, 0))
-    return offsets, row_to_slot, rows
+    before = torch.zeros((num_experts + 1) * count + 1, dtype=narrow)
+    before[1:].index_fill_(0, mark, 1)
+    before.cumsum_(0)
+    rows = before.index_select(0, mark)
+    row_to_slot = torch.empty(count, dtype=torch.int32).scatter_(0, rows.long(), slots.int())
+    return before[: num_experts * count + 1 : count].int(), row_to_slot, rows.int()
 
 
 def _none_is_dropped(ids: Tensor, num_experts: int) -> bool:

@@ -20,9 +20,7 @@ from anabranch._backends.triton import operand
 from anabranch._backends.triton.combine import power_of_2
 from anabranch._backends.triton.operand import Operand
 from anabranch._backends.triton.prepared import REMEMBERED, Launch, launch, recorder
-from anabranch.ops.route.call import RouteCall
-
-Fields = tuple[Tensor, Tensor, Tensor, Tensor]
+from anabranch.ops.route.call import Fields, RouteCall
 
 FEW_SLOTS = 8192
 """Up to here the slots are compared with each other: work grows by the square, but is one launch."""

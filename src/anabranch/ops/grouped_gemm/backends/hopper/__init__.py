@@ -84,15 +84,10 @@ def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
 
 
 def _inputs(call: GroupedGemmCall, width: int = 1) -> tuple[Tensor, bool]:
-    """x as a kernel reads it, and whether the kernel gathers it: in tiles of so many columns, that divide x's."""
-    from anabranch._backends.triton.gather import gather_rows
+    """x as a kernel reads it, and whether the kernel gathers it, in tiles of so many columns."""
     from anabranch.ops.grouped_gemm.backends.hopper import launch
 
-    if not call.gather:
-        return call.x, False
-    if launch.gatherable(call.x) and call.x.shape[1] % width == 0:
-        return call.x, True
-    return gather_rows(call.x, call.layout), False
+    return launch.inputs(call.x, call.layout, width) if call.gather else (call.x, False)
 
 
 def backward(

@@ -10,6 +10,7 @@ from torch import Tensor
 from anabranch._backends.hopper.schedule import schedule
 from anabranch._backends.triton import device as on
 from anabranch._backends.triton import operand
+from anabranch._backends.triton.gather import gather_rows
 from anabranch._backends.triton.operand import tma_refusal
 from anabranch.epilogues import Epilogue, Identity
 from anabranch.layout import ExpertLayout
@@ -59,6 +60,16 @@ def gatherable(x: Tensor) -> bool:
     known = operand.of(x)
     aligned = tma_refusal(known, (9, 0)) is None and x.shape[1] % WIDE.BK == 0
     return aligned and operand.reach(known) <= on.INT32_MAX
+
+
+def inputs(x: Tensor, experts: ExpertLayout, width: int = 1) -> tuple[Tensor, bool]:
+    """Tokens as a kernel reads them, and whether it gathers their rows itself; if not, they are a copy in expert order.
+
+    It does so in tiles of ``width`` columns, which have to divide x's.
+    """
+    if gatherable(x) and x.shape[1] % width == 0:
+        return x, True
+    return gather_rows(x, experts), False
 
 
 def gemm(

@@ -94,8 +94,7 @@ def of_gemm(
     experts, n, k_dim = weight.shape
     columns = out.shape[1]
     split = epilogue.columns == 2 and not interleaved
-    # 1 to 2 % faster where N is contiguous: fewer rows, and more of their columns, at a time.
-    config = config or (WIDE if n > NARROW.BN else NARROW)._replace(GROUP_M=16 if k_major(weight) else 4)
+    config = config or (WIDE if n > NARROW.BN else NARROW)
     if triton.cdiv(k_dim, config.BK) < config.STAGES:
         config = config._replace(SKEW=0)  # the second half could miss one of two starts
     width = config.BN // epilogue.columns

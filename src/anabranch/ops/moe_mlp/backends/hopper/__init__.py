@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anabranch._backends.hopper import serves
+from anabranch.ops.grouped_gemm.backends.hopper import BY_COPIES, FROM_A_COPY
 from anabranch.ops.moe_mlp.call import MoeMlpCall
 from anabranch.ops.route.call import Fields, Routing
 
@@ -35,9 +36,7 @@ def loads(call: MoeMlpCall) -> dict[str, str]:
 
     gathered = call.weight_on == "output" and launch.gatherable(call.x)
     found = dict.fromkeys(("x", "gate_up", "a", "down"), "TMA")
-    found["x"] = (
-        "asynchronous copies, as its rows are gathered" if gathered else "TMA, from a copy in expert order"
-    )
+    found["x"] = BY_COPIES if gathered else FROM_A_COPY
     if call.keeps_h:
         found["h"] = "TMA"
     return found
@@ -96,15 +95,14 @@ def forward_routed(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> Sequence[
 
 
 def _inputs(call: MoeMlpCall, width: int = 1) -> tuple[Tensor, bool]:
-    """x as a kernel reads it, and whether the kernel gathers it: in tiles of so many columns, that divide x's."""
+    """x as a kernel reads it, and whether the kernel gathers it, in tiles of so many columns."""
     from anabranch._backends.triton.gather import gather_rows
     from anabranch.ops.grouped_gemm.backends.hopper import launch
 
     assert call.layout is not None
-    on_output = call.weight_on == "output"
-    if on_output and launch.gatherable(call.x) and call.x.shape[1] % width == 0:
-        return call.x, True
-    return gather_rows(call.x, call.layout, None if on_output else call.expert_weights), False
+    if call.weight_on == "output":
+        return launch.inputs(call.x, call.layout, width)
+    return gather_rows(call.x, call.layout, call.expert_weights), False
 
 
 def backward(
@@ -131,7 +129,9 @@ def backward(
     need_d_h = need_rows or need_gate_up or need_gate_up_bias
     d_x = d_gate_up = d_down = d_gate_up_bias = d_down_bias = d_weights = d_h = a = None
     if need_weights:
-        d_weights = torch.zeros(call.expert_weights.shape, dtype=torch.float32, device=call.device)
+        # The gate's gradient fills it; the weights of an input are told slot by slot, and dropped ones are not.
+        new = torch.empty if on_output else torch.zeros
+        d_weights = new(call.expert_weights.shape, dtype=torch.float32, device=call.device)
 
     rows = launch.rows_of(layout)
     d_rows = gather_rows(grad, layout)

@@ -33,7 +33,12 @@ def forward(make: Forward, call: MoeMlpCall, out: Tensor, h: Tensor | None, rout
     """
     ids, experts = call.expert_ids, call.down.shape[0]
     assert ids is not None
-    known, maybe, standing = operand.of, operand.maybe, tuning.standing(call.device)
+    standing = tuning.standing(call.device)
+    if standing is None:  # a search may follow: recording would keep the tensors of all its trials
+        fields = routing.topk(ids, experts)
+        make(call.routed(fields), out, h)
+        return fields
+    known, maybe = operand.of, operand.maybe
     memory = _remembered(
         make, on.gpu(call.device), on.input_precision(call.dtype), known(call.x), known(call.gate_up),
         known(call.down), known(ids), known(call.expert_weights), maybe(call.gate_up_bias), maybe(call.down_bias),
@@ -49,7 +54,7 @@ def forward(make: Forward, call: MoeMlpCall, out: Tensor, h: Tensor | None, rout
         fields = routing.topk(ids, experts)
         routes = bool(recorded.steps)
         temporaries = make(call.routed(fields), out, h)
-    if standing is not None and temporaries is not None:
+    if temporaries is not None:
         made = replay.of(recorded, given, (out, h, *fields), temporaries)
         memory[:] = [] if made is None else [(standing, routes, made)]
     return fields
