@@ -23,7 +23,7 @@ from anabranch.ops.checks import needs_grad
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found; ``str()`` of it is for reading.
+    """What :func:`explain` found; ``str()`` of it is for reading, its attributes are for programs.
 
     Attributes:
         function: the public function asked about.
@@ -33,6 +33,7 @@ class Explanation:
         padding: share of the rows the backend would compute that are padding of its tiles; None where it does not
             say.
         saved_bytes: bytes kept for the backward beyond the arguments; 0 where no gradient is needed.
+        needs_grad: whether a gradient is needed: some argument requires grad, and gradients are on.
     """
 
     function: str
@@ -41,6 +42,7 @@ class Explanation:
     loads: dict[str, str]
     padding: float | None
     saved_bytes: int
+    needs_grad: bool
 
     def __str__(self) -> str:
         lines = [f"{self.function} runs on: {self.backend}"]
@@ -48,7 +50,8 @@ class Explanation:
         lines += [f"  {operand} by {path}" for operand, path in self.loads.items()]
         if self.padding is not None:
             lines.append(f"  padding: {self.padding:.1%} of the rows computed")
-        lines.append(f"  kept for the backward beyond the arguments: {self.saved_bytes:,} bytes")
+        why = "" if self.needs_grad else ", as no argument requires grad, or gradients are off"
+        lines.append(f"  kept for the backward beyond the arguments: {self.saved_bytes:,} bytes{why}")
         return "\n".join(lines)
 
 
@@ -63,13 +66,19 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         *args: its positional arguments.
         **kwargs: its keyword arguments.
 
+    Returns:
+        An :class:`Explanation` with ``function``, ``backend``, ``refusals`` (backend -> reason), ``loads`` (operand ->
+        path), ``padding`` (share of the rows computed, or None), ``saved_bytes`` and ``needs_grad``; printed, it is a
+        few lines of text.
+
     Raises:
         ArgumentError: fn is not such an operation, or what fn itself raises for the arguments.
     """
     name = getattr(fn, "__name__", None) or type(fn).__name__
     op, bind = _find(getattr(fn, "__module__", None) or "", name)
     if bind is None:
-        raise ArgumentError("explain", "fn", expected="an operation of anabranch that has backends", got=name)
+        expected = f"an operation of anabranch that has backends ({', '.join(_operations())})"
+        raise ArgumentError("explain", "fn", expected=expected, got=name)
     try:
         inspect.signature(bind).bind(*args, **kwargs)
     except TypeError as error:
@@ -85,7 +94,17 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         # Of these a backend says what it can.
         loads = choice.module.loads(call) if hasattr(choice.module, "loads") else {}
         padding = choice.module.padding(call) if hasattr(choice.module, "padding") else None
-    return Explanation(name, backend, refusals, loads, padding, _saved_bytes(fn, args, kwargs))
+    wanted = needs_grad(*(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)))
+    kept = _saved_bytes(fn, args, kwargs) if wanted else 0
+    return Explanation(name, backend, refusals, loads, padding, kept, wanted)
+
+
+def _operations() -> list[str]:
+    """The public functions that a backend serves."""
+    package = importlib.import_module("anabranch")  # which imports this module
+    public = (getattr(package, name) for name in package.__all__)
+    functions = [value for value in public if inspect.isfunction(value)]
+    return [fn.__name__ for fn in functions if _find(fn.__module__, fn.__name__)[1] is not None]
 
 
 def _find(module: str, name: str) -> tuple[str, Callable[..., Any] | None]:
@@ -104,8 +123,6 @@ def _saved_bytes(fn: Callable[..., Any], args: Any, kwargs: Any) -> int:
         kept[storage._cdata] = storage.nbytes()
         return value
 
-    if not needs_grad(*(v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor))):
-        return 0
     # The reference reads values, so it has to run.
     mode = nullcontext() if kwargs.get("backend") == "reference" else FakeTensorMode()
 

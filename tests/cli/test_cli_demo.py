@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import threading
 
 import pytest
 import torch
@@ -81,7 +80,10 @@ def test_report(demo, tmp_path):
     assert {"commit", "seconds", "tokens_per_second", "loop_ratio", "experts_share"} <= set(summary)
     assert 5 < summary["val_bits_per_byte"] < 8
     assert 0 < summary["zlib_bits_per_byte"] < 8
-    assert summary["loop_ratio"] > 0
+    assert summary["loop_ratio"] == summary["loop_step_seconds"] / summary["compared_step_seconds"] > 0
+    tokens = summary["tokens_per_second"] * summary["step_seconds"]
+    assert tokens == pytest.approx(SMALLEST.tokens_per_step)
+    assert 0 < summary["saved_bytes"] < summary["loop_saved_bytes"]
     assert 0 < summary["parameters_active"] < summary["parameters_total"]
     for name in ("loss.png", "experts.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
@@ -132,7 +134,9 @@ def test_resume_of_a_finished_run_changes_nothing(demo, run, text, tmp_path):
         f"{tmp_path / 'out'}: checkpoint.safetensors, summary.json, sample.txt, loss.png, experts.png"
     )
     assert result.stdout.splitlines() == said
-    assert "--steps 3: " in one_line(demo("--resume", "--steps", 3))
+    line = one_line(demo("--resume", "--steps", 3))
+    assert line.startswith("anabranch: --steps 3: ")
+    assert "is of a finished run of 2 steps, and there is no way to train on" in line
     text.unlink()  # nothing is left to read it for
     result = run("demo", "--resume", "--out", tmp_path / "out", "--device", "cpu")
     assert (result.exit_code, result.stdout.splitlines()) == (0, said)
@@ -146,10 +150,17 @@ def test_a_new_run_says_that_it_replaces_one(demo, tmp_path, monkeypatch):
         interrupt_after(patch, 1)
         result = demo("--steps", 2, "--seed", 1)
     assert one_line(result, code=130)
-    note = f"note: this replaces the run of 1970-01-01 00:00 UTC in {tmp_path / 'out'}, checkpoint included; "
+    where = f"1970-01-01 00:00 UTC in {tmp_path / 'out'}, checkpoint included; "
+    note = f"note: this replaces the finished run of {where}another --out keeps it"
     assert result.stdout.index(note) < result.stdout.index("step 1/2")
     # What an earlier run reported is gone with it, or this one's resumption would take it for its own.
     assert names(tmp_path / "out") == {"checkpoint.safetensors"}
+    with monkeypatch.context() as patch:
+        os.utime(tmp_path / "out/checkpoint.safetensors", (0, 0))
+        interrupt_after(patch, 1)
+        result = demo("--steps", 2)
+    note = f"note: this replaces the run of {where}--resume would go on with it, another --out keeps it"
+    assert note in result.stdout
     result = demo("--resume")
     assert (result.exit_code, "note:" in result.stdout) == (0, False)
     assert names(tmp_path / "out") == FILES
@@ -285,24 +296,6 @@ def test_threads_are_put_back(demo):
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
-
-
-def test_process_stops_at_ctrl_c(start, text, tmp_path):
-    """The real model in a process of its own, as a user has it."""
-    out = tmp_path / "out"
-    process = start("demo", "--text", text, "--out", out, "--steps", 500, "--threads", 1, "--device", "cpu")
-    watchdog = threading.Timer(120, process.kill)
-    watchdog.start()
-    try:
-        # From this line on Ctrl-C is waited for; training begins right after it.
-        assert any(line.startswith("model: ") for line in iter(process.stdout.readline, ""))
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate()
-    finally:
-        watchdog.cancel()
-    assert process.returncode == 130
-    assert re.fullmatch(rf"anabranch: stopped after step \d+ of 500; go on with: .* --out {out}\n", errors)
-    assert names(out) == {"checkpoint.safetensors"}
 
 
 def test_result_must_be_the_loops(text, monkeypatch, tmp_path):

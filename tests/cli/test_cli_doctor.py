@@ -78,6 +78,17 @@ def test_unknown_values_are_pointed_out(monkeypatch, name, value, known):
     assert known or shown.startswith(f"{value!r} is not a value it knows: unset, or one of 0, 1")
 
 
+def test_every_variable_is_shown_and_documented():
+    package = Path(anabranch.__file__).parent
+    read = {
+        name for path in package.rglob("*.py") for name in re.findall(r"ANABRANCH_[A-Z_]+", path.read_text())
+    }
+    page = (package.parents[1] / "docs/tuning.md").read_text()
+    table = page.partition("## Environment variables")[2].partition("## ")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == read
+    assert read == {name for name in doctor.SWITCHES if name.startswith("ANABRANCH_")}
+
+
 def test_packages_are_of_use():
     """Each optional package is one that the extra installs or that the package itself imports."""
     sources = [path.read_text() for path in Path(anabranch.__file__).parent.rglob("*.py")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from anabranch.cli.demo import command, progress, report, train
+from anabranch.cli.demo import command, measure, progress, report, train
 from anabranch.cli.demo.config import SMALLEST
 from anabranch.cli.demo.data import Corpus, LeftOut, load_corpus
 from anabranch.cli.demo.progress import TrainingProgress, running_mean
@@ -21,7 +21,10 @@ SUMMARY = report.Summary(
     loop_ratio=0.96,
     experts_share=0.5,
     step_seconds=0.1,
-    loop_step_seconds=0.096,
+    loop_step_seconds=0.105,
+    compared_step_seconds=0.11,
+    saved_bytes=3 * 2**20,
+    loop_saved_bytes=2**23,
     parameters_total=100,
     parameters_active=50,
     steps=4,
@@ -37,8 +40,8 @@ SUMMARY = report.Summary(
 )
 
 
-def printed(show, **options):
-    console = Console(file=io.StringIO(), width=200, **options)
+def printed(show, width=200, **options):
+    console = Console(file=io.StringIO(), width=width, **options)
     show(console)
     return console.file.getvalue()
 
@@ -47,11 +50,22 @@ def test_table_says_how_to_read_it():
     shown = printed(lambda console: report.show_report(console, SUMMARY, ("prompt", "text")))
     assert "validation (lower is better)" in shown
     assert "zlib on the same bytes" in shown
-    (line,) = [line for line in shown.splitlines() if line.startswith("ratio: ")]
+    assert "0.96x the speed of a plain loop over experts" in shown
+    assert "110.0 ms, with the loop 105.0 ms" in shown
+    assert "3.0 MiB, with the loop 8.0 MiB" in shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("with layers as small as these")]
     assert "plain loop" in line
     assert "docs/perf/cpu.md" in line
     on_gpu = dataclasses.replace(SUMMARY, device="cuda")
     assert "docs/perf" not in printed(lambda console: report.show_report(console, on_gpu, ("prompt", "text")))
+
+
+def test_table_fits_a_terminal():
+    for width in (60, 80):
+        shown = printed(lambda console: report.show_report(console, SUMMARY, ("prompt", "text")), width)
+        table = shown[shown.index("anabranch demo") : shown.index("with layers")]
+        assert "\u2026" not in table
+        assert max(map(len, table.splitlines())) <= width
 
 
 @pytest.mark.parametrize(
@@ -85,10 +99,11 @@ def test_progress_goes_on_where_the_run_did():
     losses = [float(value) for value in range(100, 0, -1)]
 
     def show(console, done):
-        history = losses[:done]
-        with TrainingProgress(console, history, 100, 1) as shown:
+        history, seconds = losses[:done], []
+        with TrainingProgress(console, history, seconds, 100, 1) as shown:
             for loss in losses[done:]:
                 history.append(loss)
+                seconds.append(0.01)
                 shown.advance()
 
     whole, resumed = (printed(lambda console, done=done: show(console, done)) for done in (0, 94))
@@ -99,13 +114,36 @@ def test_progress_goes_on_where_the_run_did():
 
 
 def test_progress_bar_fits_a_terminal():
-    history = [2.0] * 999
+    history, seconds = [2.0] * 999, []
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    with TrainingProgress(console, history, 1000, 20) as shown:
+    with TrainingProgress(console, history, seconds, 1000, 20) as shown:
         history.append(2.0)
+        seconds.append(0.1)
         shown.advance()
     assert "\u2026" not in console.file.getvalue()
     assert "1000/1000  2.000 bits/byte (mean of 20 steps)" in console.file.getvalue()
+
+
+def test_speed_is_of_the_middle_step():
+    """Whatever comes between steps, as validation and saving do, or a step that something held up."""
+    history, seconds = [], []
+
+    def show(console):
+        with TrainingProgress(console, history, seconds, 3, 20) as shown:
+            for took in (0.5, 0.1, 0.1):
+                history.append(2.0)
+                seconds.append(took)
+                shown.advance()
+
+    assert "  200 tokens/s  " in printed(show).splitlines()[-1]
+
+
+def test_what_is_kept_for_the_backward():
+    x = torch.randn(3, 4, requires_grad=True)
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Sigmoid(), torch.nn.Linear(5, 2))
+    assert (
+        measure.saved_bytes(layer, (x,)) == 3 * 5 * 4
+    )  # the sigmoid, for both its neighbours; no x, no parameter
 
 
 def test_every_point_of_the_curve_is_of_the_same_windows(text):

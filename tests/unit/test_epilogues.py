@@ -100,20 +100,26 @@ def test_spec_round_trip(name):
 def test_spellings():
     assert epilogues.resolve("test", None) == epilogues.Identity()
     assert epilogues.resolve("test", "silu()") == epilogues.Silu()
-    expected = epilogues.GptOss(alpha=1.0, limit=float("inf"))
-    assert epilogues.resolve("test", "gpt_oss( limit=inf, alpha=1 )") == expected
+    expected = epilogues.GptOss(alpha=1.0, limit=1e30)
+    assert epilogues.resolve("test", "gpt_oss( limit=1e30, alpha=1 )") == expected
 
 
 KNOWN = "test: activation: expected one of " + ", ".join(NAMES)
+UNCLOSED = "test: activation: expected {0} or {0}(parameter=number), with its brackets closed"
 
 
 @pytest.mark.parametrize(
     ("activation", "error", "message"),
     [
-        ("Silu", ArgumentError, f"{KNOWN}, got 'Silu'"),
+        ("Silu", ArgumentError, f"{KNOWN}, got 'Silu'; did you mean 'silu'?"),
+        ("SwiGLU", ArgumentError, f"{KNOWN}, got 'SwiGLU'; did you mean 'swiglu'?"),
+        ("swigul", ArgumentError, f"{KNOWN}, got 'swigul'; did you mean 'swiglu'?"),
+        ("gpt-oss(limit=1)", ArgumentError, f"{KNOWN}, got 'gpt-oss(limit=1)'; did you mean 'gpt_oss'?"),
+        ("GeLU_Tanh", ArgumentError, f"{KNOWN}, got 'GeLU_Tanh'; did you mean 'gelu_tanh'?"),
+        ("mish", ArgumentError, f"{KNOWN}, got 'mish'"),
         ("", ArgumentError, f"{KNOWN}, got ''"),
-        ("silu(", ArgumentError, f"{KNOWN}, got 'silu('"),
-        ("gpt_oss(limit=1", ArgumentError, f"{KNOWN}, got 'gpt_oss(limit=1'"),
+        ("silu(", ArgumentError, f"{UNCLOSED.format('silu')}, got 'silu('"),
+        ("gpt_oss(limit=1", ArgumentError, f"{UNCLOSED.format('gpt_oss')}, got 'gpt_oss(limit=1'"),
         ("silu(a=1)", ArgumentError, "test: activation: expected silu with no parameter, got 'silu(a=1)'"),
         (
             "gpt_oss(beta=1)",
@@ -131,6 +137,17 @@ KNOWN = "test: activation: expected one of " + ", ".join(NAMES)
             "test: activation: expected a number for gpt_oss's limit, got 'x'",
         ),
         ("gpt_oss(limit)", ArgumentError, "test: activation: expected a number for gpt_oss's limit, got ''"),
+        (
+            "gpt_oss(limit=-1)",
+            ArgumentError,
+            "test: activation: expected parameters that gpt_oss can have, got 'gpt_oss(limit=-1)' "
+            "(gpt_oss: limit: expected a finite number above 0, got -1.0)",
+        ),
+        (
+            epilogues.Silu,
+            ArgumentTypeError,
+            f"{KNOWN.replace('one of', 'an Epilogue, None or one of')}, got class Silu; call it: Silu()",
+        ),
         (
             torch.relu,
             ArgumentTypeError,
@@ -178,7 +195,18 @@ def test_a_users_own_epilogue(cubed, compiled):
         torch.testing.assert_close(actual, torch.autograd.grad(expected.sum(), (x, weight)))
 
 
-def test_a_name_is_taken_once(cubed):
-    with pytest.raises(ArgumentError) as raised:
-        epilogues.register(cubed)
-    assert str(raised.value) == "register: name: expected a name not taken, got 'cubed_by_a_test'"
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_parameters_are_finite(value):
+    for make, parameter, above in (
+        (lambda: epilogues.GptOss(alpha=value), "gpt_oss: alpha", ""),
+        (lambda: epilogues.GptOss(limit=value), "gpt_oss: limit", " above 0"),
+        (lambda: epilogues.ClampedSwiglu(limit=value), "clamped_swiglu: limit", " above 0"),
+    ):
+        with pytest.raises(ArgumentError) as raised:
+            make()
+        assert str(raised.value) == f"{parameter}: expected a finite number{above}, got {value}"
+
+
+def test_the_module_lists_the_names():
+    for name in NAMES:
+        assert f"\n    {name} " in epilogues.__doc__

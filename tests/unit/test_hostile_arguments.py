@@ -157,8 +157,8 @@ class Impostor(Swiglu):
 def test_epilogues_have_to_be_registered():
     for value in (Unregistered(), Impostor(), Epilogue()):
         message = refusal(ArgumentError, lambda v=value: grouped_gemm(ROWS, GATE_UP, LAYOUT, activation=v))
-        got = type(value).__name__
-        assert message == f"grouped_gemm: activation: expected an epilogue that was registered, got a {got}"
+        expected = "an epilogue whose class is decorated with @anabranch.epilogues.register"
+        assert message == f"grouped_gemm: activation: expected {expected}, got a {type(value).__name__}"
 
 
 @pytest.mark.parametrize("value", [None, "7", [7.0], True, torch.tensor(7.0)], ids=repr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,8 @@ def show_version(asked: bool) -> None:
 
 def fail(error: Exception, code: int = 1) -> typer.Exit:
     """Prints an error as one line on stderr; to be raised."""
-    typer.echo(f"anabranch: {' '.join(str(error).split())}", err=True)
+    with suppress(OSError):  # the terminal may be gone
+        typer.echo(f"anabranch: {' '.join(str(error).split())}", err=True)
     return typer.Exit(code)
 
 
@@ -74,7 +76,8 @@ def demo(
     seed: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Of parameters and batches.")] = None,
 ) -> None:
     """Train a small byte-level MoE transformer and report on it."""
-    from anabranch.cli.demo.command import Interrupted, Options, run_demo
+    from anabranch.cli.demo.command import Options, run_demo
+    from anabranch.cli.demo.stop import Interrupted, exit_code
 
     options = Options(text, out, resume, steps, seconds, device, threads, seed)
     try:
@@ -82,9 +85,9 @@ def demo(
     except Failure as error:
         raise fail(error) from None
     except Interrupted as error:
-        raise fail(error, INTERRUPTED) from None
-    except KeyboardInterrupt:
-        raise fail(Failure("interrupted"), INTERRUPTED) from None
+        raise fail(error, error.code) from None
+    except KeyboardInterrupt as error:
+        raise fail(Failure("interrupted"), exit_code(*error.args) if error.args else INTERRUPTED) from None
 
 
 @app.command()

@@ -188,9 +188,11 @@ def listening(console: Console, found: list[Outcome]) -> Iterator[None]:
 
 def show(console: Console, found: list[Outcome]) -> None:
     """Prints the results, and why candidates were refused."""
-    table = Table("product", "tiles", title="tuned", title_justify="left")
+    table = Table(title="tuned", title_justify="left")
+    for name in ("product", "tiles"):
+        table.add_column(name, overflow="fold")
     for name in ("µs", "heuristic's", "ratio", "refused"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)  # where it is narrow, words go to the next line
     for outcome in found:
         table.add_row(
             str(outcome.key),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anabranch.epilogues.base import Epilogue, positive, register
+from anabranch.epilogues.base import Epilogue, finite, positive, register
 
 
 @register
@@ -24,6 +24,7 @@ class GptOss(Epilogue):
     limit: float = 7.0
 
     def __post_init__(self) -> None:
+        finite(self, "alpha")
         positive(self, "limit")
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]

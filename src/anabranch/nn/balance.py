@@ -18,7 +18,8 @@ def expert_counts(routing: Routing) -> Tensor:
     """(E,) int32, how many tokens chose each expert.
 
     Raises:
-        ArgumentError, ArgumentTypeError: not a :class:`anabranch.nn.Routing`, or one whose tensors do not fit.
+        ArgumentError, ArgumentTypeError: not a :class:`anabranch.nn.Routing`, or one whose logits are not (T, E)
+            floats or whose ids are not (T, K) integers with the same T, on the same device.
     """
     _check("expert_counts", routing)
     counts = ExpertLayout.from_topk(routing.ids, routing.logits.shape[-1]).counts
@@ -35,12 +36,14 @@ def load_balance_loss(routing: Routing, *, score: Literal["softmax", "sigmoid"] 
     published coefficients carry over; divide by K for a loss that is 1 at balance. Without tokens it is 0.
 
     Args:
-        routing: of T tokens, from :class:`anabranch.nn.Router`.
+        routing: of T tokens, from :class:`anabranch.nn.Router`, or the second result of :class:`anabranch.nn.MoE`
+            with ``return_routing=True``.
         score: ``"softmax"`` of the logits, or ``"sigmoid"`` divided by its sum over E (DeepSeek-V3,
             equations 17 to 20).
 
     Raises:
-        ArgumentError, ArgumentTypeError: not a :class:`anabranch.nn.Routing`, or one whose tensors do not fit.
+        ArgumentError, ArgumentTypeError: not a :class:`anabranch.nn.Routing`, or one whose logits are not (T, E)
+            floats or whose ids are not (T, K) integers with the same T, on the same device.
     """
     _check("load_balance_loss", routing)
     checks.choice("load_balance_loss", "score", score, SCORES)
@@ -67,7 +70,10 @@ def z_loss(logits: Tensor) -> Tensor:
 
 def _check(op: str, routing: object) -> None:
     if not isinstance(routing, Routing):
-        raise ArgumentTypeError(op, "routing", expected="a Routing", got=type(routing).__name__)
+        got = type(routing).__name__
+        if isinstance(routing, tuple) and len(routing) == 2 and isinstance(routing[1], Routing):
+            got = "the pair of output and Routing; pass the second of the pair"
+        raise ArgumentTypeError(op, "routing", expected="a Routing", got=got)
     logits, ids = routing.logits, routing.ids
     checks.tensor(op, "routing.logits", logits, "(T, E)", checks.FLOATS)
     checks.tensor(op, "routing.ids", ids, "(T, K)", checks.INTEGERS)

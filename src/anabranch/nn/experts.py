@@ -24,6 +24,9 @@ class Experts(nn.Module):
     matrices as nn.Linear stores them. With ``bias``, ``gate_up_bias`` is (E, 2 * I) and ``down_bias`` (E,
     H).
 
+    The order of the sizes is that of the parameters, E first; :class:`MoE` takes hidden_size, intermediate_size,
+    num_experts. Keywords are safer: ``Experts(num_experts=8, hidden_size=32, intermediate_size=24)``.
+
     Args:
         num_experts: E.
         hidden_size: H.
@@ -115,7 +118,9 @@ class Experts(nn.Module):
             (T, H), each token's weighted sum.
         """
         checks.tensor("Experts", "x", x, "(T, H)", checks.FLOATS)
-        checks.shape("Experts", "x", x, x.shape[0], self.hidden_size, means="(T, H)")
+        checks.shape(
+            "Experts", "x", x, x.shape[0], self.hidden_size, means="(T, H)", fits=lambda: self._rotated(x)
+        )
         checks.own_dtype("Experts", "x", x, self.gate_up, "the parameters")
         return moe_mlp(
             x,
@@ -132,6 +137,13 @@ class Experts(nn.Module):
             save=self.save,
             backend=self.backend,
         )
+
+    def _rotated(self, x: Tensor) -> str:
+        """The Experts that x would fit, had the sizes been given in MoE's order."""
+        if x.shape[1] != self.num_experts:
+            return ""
+        e, h, i = self.intermediate_size, self.num_experts, self.hidden_size
+        return f"Experts(num_experts={e}, hidden_size={h}, intermediate_size={i})"
 
     def extra_repr(self) -> str:
         """The arguments, without those at their defaults."""

@@ -23,6 +23,9 @@ class MoE(nn.Module):
 
         MoE(2048, 768, 128, 8, router=Router(2048, 128, 8, renormalize=True))
 
+    Note the orders: MoE takes H, I, E, K, but Router H, E, K and Experts E, H, I. Keywords are safer. A part that is
+    handed over keeps its own options, dtype and device; an option that would be for it alone raises.
+
     Nothing is kept between calls: for the balancing losses and :meth:`Router.update_selection_bias` ask the
     forward for its routing.
 
@@ -32,8 +35,8 @@ class MoE(nn.Module):
         num_experts: E.
         top_k: K.
         router: a :class:`Router` of these sizes; None makes ``Router(hidden_size, num_experts, top_k)``.
-        experts: :class:`Experts` of these sizes; None makes them with ``activation``, ``save`` and
-            ``backend``.
+        experts: :class:`Experts` of these sizes, ``Experts(num_experts, hidden_size, intermediate_size)``; None
+            makes them with ``activation``, ``save`` and ``backend``.
         shared_intermediate_size: I of the :class:`SharedExpert`; None for no shared expert.
         shared_gate: weight the shared expert's result by a sigmoid of each token.
         activation: of the experts made here, routed and shared.
@@ -41,7 +44,13 @@ class MoE(nn.Module):
             :class:`Experts`.
         backend: of the routed experts made here.
         device: where the parameters made here live.
-        dtype: theirs.
+        dtype: theirs; beside ``experts`` it must be that of the experts. A router that is handed over may have
+            another: its logits are fp32 in any case, and an fp32 router beside bf16 experts is usual.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a part of another kind or other sizes; ``save`` or ``backend`` beside
+            ``experts``; ``activation`` beside ``experts`` without a shared expert; ``device`` or ``dtype`` where
+            nothing is made; ``shared_gate`` without a shared expert.
     """
 
     def __init__(
@@ -68,6 +77,17 @@ class MoE(nn.Module):
                 "MoE", "shared_gate", expected="a shared_intermediate_size beside it", got="none"
             )
         self.hidden_size = hidden_size
+        made_shared = shared_intermediate_size is not None
+        if experts is not None:
+            nothing = "nothing beside experts=, which have their own"
+            _unused("save", save, "activations", nothing)
+            _unused("backend", backend, None, nothing)
+            if not made_shared:
+                _unused("activation", activation, "swiglu", nothing)
+        if experts is not None and router is not None and not made_shared:
+            nothing = "nothing beside router= and experts=, which have their own"
+            _unused("device", device, None, nothing)
+            _unused("dtype", dtype, None, nothing)
         if router is None:
             router = Router(hidden_size, num_experts, top_k, device=device, dtype=dtype)
         else:
@@ -89,6 +109,11 @@ class MoE(nn.Module):
                 hidden_size=hidden_size, intermediate_size=intermediate_size, num_experts=num_experts
             )
             _check_part("experts", experts, Experts, sizes)
+            if dtype is not None:
+                checks.float_dtype("MoE", dtype)
+                if dtype != experts.gate_up.dtype:
+                    expected = f"None or the dtype of experts=, {checks.name(experts.gate_up.dtype)}"
+                    raise ArgumentError("MoE", "dtype", expected=expected, got=checks.name(dtype))
         shared = None
         if shared_intermediate_size is not None:
             shared = SharedExpert(
@@ -125,12 +150,22 @@ class MoE(nn.Module):
         return (y, routing) if return_routing else y
 
 
+def _unused(argument: str, value: object, default: object, expected: str) -> None:
+    """Refuses an option that no part made here would have."""
+    if value != default:
+        raise ArgumentError("MoE", argument, expected=expected, got=repr(value))
+
+
 def _check_part(argument: str, part: object, kind: type[nn.Module], sizes: dict[str, int]) -> None:
     if not isinstance(part, kind):
         raise ArgumentTypeError(
             "MoE", argument, expected=f"None or a {kind.__name__}", got=type(part).__name__
         )
+    own = {name: getattr(part, name) for name in sizes}
     for name, size in sizes.items():
-        if getattr(part, name) != size:
-            expected = f"one with {name} = {size}"
-            raise ArgumentError("MoE", argument, expected=expected, got=f"{name} = {getattr(part, name)}")
+        if own[name] != size:
+            got = f"{name} = {own[name]}"
+            in_its_order = [own.get(name) for name in ("num_experts", "hidden_size", "intermediate_size")]
+            if in_its_order == list(sizes.values()):
+                got += "; Experts takes num_experts, hidden_size, intermediate_size in this order"
+            raise ArgumentError("MoE", argument, expected=f"one with {name} = {size}", got=got)

@@ -19,14 +19,19 @@ from anabranch.ops.topk_router.options import check_options
 
 
 class Routing(NamedTuple):
-    """Where tokens go. T tokens, E experts, K experts per token."""
+    """Where tokens go. T tokens, E experts, K experts per token.
+
+    T is the product of x's leading dimensions: for x (B, S, H), token ``b * S + s`` is ``x[b, s]``, and the tensors
+    here are (B * S, ...) all the same.
+    """
 
     weights: Tensor
-    """(T, K) fp32, how much each chosen expert counts."""
+    """(T, K) fp32 (fp64 for fp64), how much each chosen expert counts; has a gradient."""
     ids: Tensor
-    """(T, K) int64, the experts chosen, best first."""
+    """(T, K) int64, the experts chosen, best first, each in ``[0, E)``."""
     logits: Tensor
-    """(T, E) fp32, what the choice was made from; for the losses of :mod:`anabranch.nn.balance`."""
+    """(T, E) fp32 (fp64 for fp64), what the choice was made from, before score and selection bias; has a gradient.
+    For the losses of :mod:`anabranch.nn.balance`."""
 
 
 class Router(nn.Module):

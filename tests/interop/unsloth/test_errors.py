@@ -116,10 +116,58 @@ def test_grouped_gemm(change, error, message):
         refuses(grouped_gemm_forward, GOOD | change, error, message, "grouped_gemm_forward")
 
 
-def test_no_option_of_another_interface_is_named():
-    """grouped_gemm would say transpose_weight=True, which is none of this interface's."""
-    with pytest.raises(ValueError, match=r"W's K\) = \(6, 8\), got shape \(6, 16\)$"):
-        grouped_gemm(**GOOD | dict(W=randn(E, K, N)))
+def test_a_transposed_weight_is_found():
+    """In this interface's words: anabranch.grouped_gemm would say transpose_weight=True."""
+    swapped, rest = randn(E, K, N), {name: GOOD[name] for name in ("m_sizes", "gather_indices", "topk")}
+    message = "X: expected shape (num_tokens, W's K) = (6, 8), got shape (6, 16) beside W of shape (3, 16, 8)"
+    for call in (grouped_gemm, grouped_gemm_forward):
+        with pytest.raises(ValueError, match=f"^{call.__name__}: {re.escape(message)}, which fits W.mT$"):
+            call(**GOOD | dict(W=swapped))
+    message = (
+        "dY: expected shape (total_tokens, W's N) = (12, 16), got shape (12, 8) beside W of shape (3, 16, 8)"
+    )
+    with pytest.raises(ValueError, match=f"^grouped_gemm_dX: {re.escape(message)}, which fits W.mT$"):
+        grouped_gemm_dX(DY, swapped, **rest)
+    # Neither way, and a matrix, whose rows do not say which are which.
+    with pytest.raises(ValueError, match=re.escape("got shape (6, 15) beside W of shape (3, 8, 16)") + "$"):
+        grouped_gemm(**GOOD | dict(X=randn(T, K - 1)))
+    with pytest.raises(ValueError, match=re.escape("got shape (6, 8) beside W of shape (24, 16)") + "$"):
+        grouped_gemm(**GOOD | dict(X=randn(T, N), W=randn(E * N, K)))
+
+
+@pytest.mark.parametrize("call", [grouped_gemm, grouped_gemm_forward, grouped_gemm_dX, grouped_gemm_dW])
+def test_gather_indices_without_a_permutation_fit_the_rows(call):
+    operand = {grouped_gemm_dX: dict(W=GOOD["W"]), grouped_gemm_dW: dict(X=randn(12, K))}
+    own = dict(dY=DY) | operand[call] if call in operand else dict(X=randn(12, K), W=GOOD["W"])
+    rest = own | dict(m_sizes=GOOD["m_sizes"], topk=2)
+    call(**rest, gather_indices=torch.randperm(12))
+    message = "gather_indices: expected shape (total_tokens,) = (12,), got shape (11,)"
+    refuses(call, rest | dict(gather_indices=torch.randperm(11)), ValueError, message, call.__name__)
+    message = "gather_indices: expected dtype int32"
+    refuses(call, rest | dict(gather_indices=torch.rand(12)), TypeError, message, call.__name__)
+
+
+def test_a_forgotten_permute_x_is_found():
+    message = "expected shape (total_tokens,) = (6,), got shape (12,), which fits permute_x=True"
+    changed = GOOD | dict(permute_x=False)
+    refuses(grouped_gemm, changed, ValueError, f"gather_indices: {message}", "grouped_gemm")
+    refuses(grouped_gemm_forward, changed, ValueError, f"gather_indices: {message}", "grouped_gemm_forward")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            dict(permute_x=True, is_first_gemm=False),
+            "permute_x: {}second GEMM, or is_first_gemm=True, got True",
+        ),
+        (dict(permute_y=True), "permute_y: {}first GEMM, or is_first_gemm=False, got True"),
+        (dict(fuse_mul_post=True), "fuse_mul_post: {}first GEMM, or is_first_gemm=False, got True"),
+    ],
+)
+def test_rules_say_how_the_other_product_is_asked_for(change, message):
+    given = GOOD | dict(permute_x=False) | change
+    refuses(grouped_gemm, given, ValueError, message.format("expected False for the "), "grouped_gemm")
 
 
 @pytest.mark.parametrize(("change", "error", "message"), FUSED_CASES)

@@ -182,6 +182,18 @@ def test_only_the_gradients_needed(device, frozen):
     assert_within_budget(other.grad, exact(ones, turn, True), baseline(ones, turn, True))
 
 
+def test_tables_of_one_batch_are_those_of_all(device):
+    q, k, cos, sin = problem(device)
+    one = [table[:, :1] for table in (cos, sin)]
+    all_of_it = [table.expand(3, B, S, D) for table in one]
+    for found, expected in zip(
+        ops.multimodal_rope(q, k, *one, [2, 3, 3]),
+        ops.multimodal_rope(q, k, *all_of_it, [2, 3, 3]),
+        strict=True,
+    ):
+        assert_same(found, expected)
+
+
 def test_gradcheck():
     q, k = (randn(1, heads, 2, 8, dtype=torch.float64).requires_grad_() for heads in (2, 1))
     cos, sin = (randn(3, 1, 2, 8, dtype=torch.float64) for _ in range(2))

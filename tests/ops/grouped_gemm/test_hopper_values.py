@@ -102,7 +102,7 @@ def test_writes_only_its_output(columns):
 
 @pytest.mark.parametrize("gather", [False, True])
 def test_rows_without_a_slot_amid_an_expert(gather):
-    """As a sort that was made elsewhere may have them: zero in the output and in x's gradient."""
+    """As a sort that was made elsewhere may have them: zero in the output and in x's gradient, nothing in weight's."""
     T, E, K, H, N = 300, 3, 2, 256, 264
     slots = torch.arange(T * K).flip(0)
     slots[5::7] = T * K + 1
@@ -115,9 +115,6 @@ def test_rows_without_a_slot_amid_an_expert(gather):
     ]
     inputs = [v.to(torch.bfloat16).requires_grad_() for v in inputs]
     grad = randn(T * K, N, generator=g).to(torch.bfloat16)
-    if not gather:
-        # A tile of both operands has such rows in it: what they add to weight's gradient is the caller's affair.
-        grad[5::7] = 0
     problem = inputs, layout, grad, dict(gather=gather)
     found, truth = run(*problem, "hopper"), run(*problem, "eager", torch.float64)
     plain = run(*problem, "eager")
@@ -125,6 +122,39 @@ def test_rows_without_a_slot_amid_an_expert(gather):
     assert not found[0][550:].any()
     for name, *values in zip(("out", *NAMES), found, truth, plain, strict=True):
         assert_within_budget(*values, name=name, rows=name in ("out", "x"))
+    for name, a, b in zip(("out", *NAMES), run(*problem, "hopper"), found, strict=True):
+        assert_same(a, b, name=name)
+    with torch.no_grad():
+        grad[5::7] = torch.nan
+        if not gather:
+            inputs[0][5::7] = torch.nan
+    for name, a, b in zip(("out", *NAMES), run(*problem, "hopper"), found, strict=True):
+        assert_same(a, b, name=f"NaN in them: {name}")
+
+
+def test_one_graph_with_and_without_holes():
+    layouts = []
+    for hole in (slice(0, 0), slice(5, None, 7), slice(260, 261)):
+        slots = torch.arange(600).flip(0)
+        slots[hole] = 600
+        layouts.append(ExpertLayout.from_sorted(torch.tensor([250, 0, 350]), slots, 2))
+    static = layouts[0]
+    inputs = [randn(600, 256).to(torch.bfloat16), randn(3, 264, 256).to(torch.bfloat16)]
+    problem = [v.requires_grad_() for v in inputs], static, randn(600, 264).to(torch.bfloat16), {}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(*problem, "hopper")
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*problem, "hopper")
+    for layout in (*layouts[1:], ExpertLayout.from_sorted(static.counts, torch.arange(600).flip(0), 2)):
+        for name in ("row_to_slot", "slot_to_row"):
+            getattr(static, name).copy_(getattr(layout, name))
+        graph.replay()
+        for name, a, b in zip(("out", "x", "weight"), captured, run(*problem, "hopper"), strict=True):
+            assert_same(a, b, name=name)
 
 
 def test_is_chosen_unasked():

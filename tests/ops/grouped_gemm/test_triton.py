@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from anabranch import ExpertLayout
+from anabranch import ExpertLayout, grouped_gemm
 from anabranch.errors import UnsupportedError
 from anabranch.ops.grouped_gemm import config as tiles
 from anabranch.ops.grouped_gemm.cases import SMALL
@@ -229,6 +229,80 @@ def test_holes_among_an_experts_rows(device):
         torch.testing.assert_close(
             value, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def holed(counts, holes):
+    """Rows in order, but some without a slot."""
+    slots = torch.arange(sum(counts)).flip(0)
+    slots[holes] = sum(counts)
+    return ExpertLayout.from_sorted(torch.tensor(counts), slots, 2)
+
+
+@runs
+@pytest.mark.parametrize("value", [3.0, torch.nan])
+@pytest.mark.parametrize(
+    "options", [{}, dict(transpose_weight=True), dict(gather=True), dict(activation="silu")], ids=str
+)
+def test_holes_that_the_accelerator_loads(hopper, options, value):
+    """Rows without a slot add nothing to weight's gradient, whatever they hold, though tiles take them in."""
+    counts, holes = [33, 0, 19, 12], [4, 32, 63]
+    gather, swap = options.get("gather", False), options.get("transpose_weight", False)
+    x, weight, grad = (
+        randn(32 if gather else 64, 64),
+        randn(4, *((64, 32) if swap else (32, 64))),
+        randn(64, 32),
+    )
+    grad[holes] = value
+    if not gather:
+        x[holes] = value
+    weight.requires_grad_()
+
+    def d_weight(backend):
+        out = grouped_gemm(x, weight, holed(counts, holes), backend=backend, **options)
+        return torch.autograd.grad(out, weight, grad)[0]
+
+    with launches() as found:
+        actual = d_weight("triton")
+    torch.testing.assert_close(actual, d_weight("reference"), rtol=1e-5, atol=1e-5)
+    tiles_first, pointers = constants(found, "weight_gradient_kernel")
+    assert tiles_first["Z_TMA"]
+    assert tiles_first["X_TMA"] is not gather
+    assert pointers["Z_TMA"] is pointers["X_TMA"] is False
+    assert_same(d_weight("triton"), actual)
+
+
+@runs
+@pytest.mark.parametrize(
+    "options", [dict(gather=True, activation="silu"), dict(scatter=True, gather=True)], ids=str
+)
+def test_holes_that_nothing_loads(hopper, options):
+    """What was written as zero, or is found through slots, is not looked at again."""
+    weight = randn(4, 32, 64).requires_grad_()
+    with launches() as found:
+        out = grouped_gemm(randn(32, 64), weight, holed([33, 0, 19, 12], [4]), backend="triton", **options)
+        torch.autograd.grad(out, weight, torch.ones_like(out))
+    assert len(constants(found, "weight_gradient_kernel")) == 1
+    assert not constants(found, "_mark_kernel")
+
+
+@runs
+@pytest.mark.parametrize(
+    ("counts", "marked"), [([2] * 300, [299]), ([2] * 300, []), ([5000, 3, 0, 1], [0, 3])]
+)
+def test_only_experts_with_holes_are_done_again(counts, marked):
+    from anabranch.ops.grouped_gemm.backends.triton import launch
+    from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
+
+    last = torch.tensor(counts).cumsum(0) - 1
+    layout = holed(counts, last[marked])
+    rows = layout.num_rows
+    d_z, x, found = randn(rows, 24), randn(rows, 40), torch.full((len(counts), 24, 40), torch.nan)
+    expected = found.clone()
+    launch.without_holes(d_z, x, layout, found, z_rows=ROW, x_rows=ROW)
+    for expert in marked:
+        live = slice(int(last[expert]) + 1 - counts[expert], int(last[expert]))
+        expected[expert] = (d_z[live].double().T @ x[live].double()).float()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @runs

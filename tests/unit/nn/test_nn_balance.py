@@ -5,7 +5,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from anabranch.errors import ArgumentError, ArgumentTypeError
-from anabranch.nn import Router, Routing, expert_counts, load_balance_loss, z_loss
+from anabranch.nn import MoE, Router, Routing, expert_counts, load_balance_loss, z_loss
 from anabranch.ops.topk_router.api import topk_router
 from anabranch.testing import assert_same, randn
 
@@ -98,6 +98,19 @@ def test_wrong_arguments():
             ArgumentTypeError, match=f"{loss.__name__}: routing: expected a Routing, got tuple"
         ):
             loss(tuple(routing(randn(T, E))))
+
+
+def test_the_pair_of_output_and_routing():
+    pair = MoE(16, 8, E, K)(randn(2, 5, 16), return_routing=True)
+    assert pair[1].logits.shape == (10, E)
+    for loss in (load_balance_loss, expert_counts):
+        with pytest.raises(ArgumentTypeError) as raised:
+            loss(pair)
+        assert str(raised.value) == (
+            f"{loss.__name__}: routing: expected a Routing, got the pair of output and Routing; "
+            "pass the second of the pair"
+        )
+        loss(pair[1])
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

@@ -274,6 +274,72 @@ def test_wrong_parts():
         MoE(H, INNER, E, K, shared_intermediate_size=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(save="inputs"), "save: expected nothing beside experts=, which have their own, got 'inputs'"),
+        (
+            dict(backend="eager"),
+            "backend: expected nothing beside experts=, which have their own, got 'eager'",
+        ),
+        (
+            dict(save="inputs", shared_intermediate_size=8),
+            "save: expected nothing beside experts=, which have their own, got 'inputs'",
+        ),
+        (dict(activation="geglu"), "activation: expected nothing beside experts=, .*, got 'geglu'"),
+        (
+            dict(dtype=torch.bfloat16),
+            "dtype: expected None or the dtype of experts=, float32, got bfloat16",
+        ),
+        (
+            dict(dtype=torch.float32, router=Router(H, E, K)),
+            r"dtype: expected nothing beside router= and experts=, .*, got torch.float32",
+        ),
+        (
+            dict(device="meta", router=Router(H, E, K)),
+            "device: expected nothing beside router= and experts=, .*, got 'meta'",
+        ),
+    ],
+)
+def test_options_that_no_part_would_have(options, message):
+    with pytest.raises(ArgumentError, match=f"^MoE: {message}$"):
+        MoE(H, INNER, E, K, experts=Experts(E, H, INNER), **options)
+
+
+def test_options_of_what_is_made_beside_given_parts():
+    experts = Experts(E, H, INNER, activation="gpt_oss")
+    module = MoE(H, INNER, E, K, experts=experts, shared_intermediate_size=8, activation="geglu")
+    assert module.shared.activation.spec == "geglu"
+    assert module.experts is experts
+    low = MoE(H, INNER, E, K, experts=Experts(E, H, INNER, dtype=torch.bfloat16), dtype=torch.bfloat16)
+    assert low.router.weight.dtype == torch.bfloat16
+    # A router that is handed over stays as it is.
+    mixed = MoE(H, INNER, E, K, router=Router(H, E, K), dtype=torch.bfloat16)
+    assert mixed.router.weight.dtype == torch.float32
+    assert mixed.experts.gate_up.dtype == torch.bfloat16
+    x = randn(T, H, dtype=torch.bfloat16)
+    y, routing = mixed(x, return_routing=True)
+    assert y.dtype == torch.bfloat16
+    assert routing.logits.dtype == torch.float32
+
+
+def test_sizes_in_the_order_of_the_layer():
+    rotated = Experts(H, INNER, E)
+    hint = "Experts takes num_experts, hidden_size, intermediate_size in this order"
+    expected = rf"^MoE: experts: expected one with hidden_size = 16, got hidden_size = 12; {hint}$"
+    with pytest.raises(ArgumentError, match=expected):
+        MoE(H, INNER, E, K, experts=rotated)
+    x, ids, weights = torch.zeros(3, H), torch.zeros(3, 1).long(), torch.ones(3, 1)
+    with pytest.raises(ArgumentError) as raised:
+        rotated(x, ids, weights)
+    assert str(raised.value) == (
+        "Experts: x: expected shape (T, H) = (3, 12), got shape (3, 16), "
+        "which fits Experts(num_experts=6, hidden_size=16, intermediate_size=12)"
+    )
+    with pytest.raises(ArgumentError, match=r"got shape \(3, 5\)$"):
+        rotated(torch.zeros(3, 5), ids, weights)
+
+
 def test_wrong_inputs():
     with pytest.raises(
         ArgumentError, match=r"MoE: x: expected shape \(..., H\) with H = 16, got shape \(3, 15\)"

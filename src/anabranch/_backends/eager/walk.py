@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -69,9 +69,9 @@ class Walk:
         if places < inverse.numel():
             inverse = torch.where(inverse < 0, places, inverse)
         size = max(1, BLOCK // max(1, width))
-        blocks: Sequence[Block] = list(_blocks(offsets, size))
-        places_of_rows = None
-        if even and rows is None and (evened := _even_blocks(offsets, size, 2 * len(blocks))):
+        cuts, places_of_rows = list(_cuts(offsets, size)), None
+        blocks: Sequence[Block] = ()
+        if even and rows is None and (evened := _even_blocks(offsets, size, 2 * len(cuts))):
             blocks = evened
             rows, places_of_rows = _filled(evened, offsets)
             ends = places_of_rows
@@ -80,6 +80,7 @@ class Walk:
             # Indexing with brackets takes several times as long.
             slots = slots.index_select(0, rows)
             inverse = ends.index_select(0, inverse.reshape(-1)).view(inverse.shape)
+        blocks = blocks or [Block(*cut) for cut in cuts]
         idle = [e for e, (start, stop) in enumerate(pairwise(offsets)) if start == stop]
         tokens = slots.long().floor_divide_(max(1, layout.top_k))
         return cls(blocks, slots, tokens, rows, inverse, idle, places_of_rows)
@@ -189,17 +190,17 @@ class Scratch:
         return value if value.dtype == self.like.dtype else self(name, block, value.shape[1]).copy_(value)
 
 
-def _blocks(offsets: list[int], rows: int) -> Iterator[Block]:
-    """Consecutive experts that have at least ``rows`` places together; those without any do not appear."""
+def _cuts(offsets: list[int], rows: int) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
+    """Fields of blocks: consecutive experts that have at least ``rows`` places together; none without any."""
     first, experts = 0, []
     for expert, (start, stop) in enumerate(pairwise(offsets)):
         if stop > start:
             experts.append((expert, start - first, stop - first))
         if stop - first >= rows:
-            yield Block(first, stop, experts)
+            yield first, stop, experts
             first, experts = stop, []
     if experts:
-        yield Block(first, offsets[-1], experts)
+        yield first, offsets[-1], experts
 
 
 def _even_blocks(offsets: list[int], rows: int, most: int) -> list[EvenBlock]:
@@ -229,19 +230,19 @@ def _even_blocks(offsets: list[int], rows: int, most: int) -> list[EvenBlock]:
 
 def _filled(blocks: list[EvenBlock], offsets: list[int]) -> tuple[Tensor, Tensor]:
     """(row of each place, place of each row)."""
-    counted = (
-        (offsets[e + 1] - offsets[e], block.start + i - offsets[e])
-        for block in blocks
-        for e, i, _ in block.experts
-    )
-    counts, shift = (
-        torch.frombuffer(array("q", chain.from_iterable(counted)), dtype=torch.int64).view(-1, 2).unbind(1)
-    )
-    places_of_rows = torch.repeat_interleave(shift, counts, output_size=offsets[-1])
-    places_of_rows.add_(torch.arange(offsets[-1], device=shift.device))
-    # A filler is no row, so it has the number of the one before it.
-    marks = shift.new_zeros(blocks[-1].stop).index_fill_(0, places_of_rows, 1)
-    return marks.cumsum_(0).sub_(1), places_of_rows
+    firsts, steps, last = [], [], 0
+    for block in blocks:
+        for e, i, _ in block.experts:
+            firsts.append(offsets[e])
+            steps.append(block.start + i - last)
+            last = block.start + i + offsets[e + 1] - offsets[e] - 1
+    # torch.tensor takes several times as long.
+    first, step = torch.frombuffer(array("q", firsts + steps), dtype=torch.int64).view(2, -1).unbind()
+    # One place further with each row, but past the fillers with each expert's first.
+    places_of_rows = first.new_ones(offsets[-1]).scatter_(0, first, step).cumsum_(0)
+    # A filler has the number of the row before it.
+    rows = first.new_zeros(blocks[-1].stop).index_fill_(0, places_of_rows[1:], 1).cumsum_(0)
+    return rows, places_of_rows
 
 
 def _sum_of_bags(value: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:

@@ -2,37 +2,73 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Collection, Iterator
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from anabranch.cli.bench.report import Explained, Measured, Report, Row
+from anabranch.cli.bench.report import Explained, Measured, Report
 from anabranch.cli.bench.variants import OURS
 
-LEGEND = """\
-of dense: share of the speed of plain products of the same sizes, two for a forward and six with the backward
-of limit: the same, or where that takes longer the share of the speed of a copy of the least bytes that must move
-keeps: memory for the backward beyond inputs and output · error: the largest relative one of output and gradients
-ms: medians of interleaved rounds\
-"""
+LEGEND = {
+    "of dense": "share of the speed of plain products of the same sizes, two for a forward and six with the backward",
+    "of limit": "as of dense, or where that takes longer the share of the speed of a copy of the least bytes that "
+    "must move",
+    "keeps": "memory for the backward beyond inputs and output",
+    "error": "the largest relative one of output and gradients",
+}
+"""What the columns mean."""
+
+WIDE = 10_000
+"""Columns: more than any table takes."""
+
+DROPPED = ((), ("TFLOP/s",), ("TFLOP/s", "error"))
+"""Columns of a shape that a narrow terminal does without: the first choice that fits it. bench.json has all."""
 
 
 def show_report(console: Console, report: Report) -> None:
-    """Prints everything."""
-    shapes = [cell for cell in report.cells if cell.part == "shape"]
-    for _, group in groupby(shapes, key=lambda cell: (cell.shape, cell.dtype)):
-        console.print(shape_table(list(group)))
+    """Prints everything. No number is shortened, however narrow the terminal is."""
+    shown: set[str] = set()
+    for cell in report.cells:
+        if cell.part == "shape":
+            dropped = next((some for some in DROPPED if _fits(console, shape_table(cell, some))), DROPPED[-1])
+            _print(console, shape_table(cell, dropped))
+            shown |= {"of dense", "keeps", "error"} - set(dropped)
     for part in ("tokens", "skew"):
         cells = [cell for cell in report.cells if cell.part == part]
-        if cells:
-            console.print(sweep_table(part, cells))
+        for some in _groups(console, part, cells):
+            _print(console, sweep_table(part, some))
+            shown.add("of limit")
     for phase in report.explained:
-        console.print(explain_table(phase))
+        _print(console, explain_table(phase))
+        shown.add("of limit")
     flushed = ", the L2 cache flushed before each" if report.l2_flushed else ""
-    _say(console, f"{report.place}\n{LEGEND}{flushed}")
+    legend = "".join(f"{name}: {text}\n" for name, text in LEGEND.items() if name in shown)
+    _say(console, f"{report.place}\n{legend}ms: medians of interleaved rounds{flushed}")
     show_reasons(console, report)
+
+
+def _fits(console: Console, table: Table) -> bool:
+    return Measurement.get(console, console.options.update_width(WIDE), table).maximum <= console.width
+
+
+def _print(console: Console, table: Table) -> None:
+    """Words may go to the next line; where numbers alone need more room than there is, lines are longer."""
+    least = Measurement.get(console, console.options.update_width(WIDE), table).minimum
+    table.width = least if least > console.width else None
+    console.print(table, crop=False)
+
+
+def _groups(console: Console, part: str, cells: list[Measured]) -> Iterator[list[Measured]]:
+    """The points of a sweep, as many at a time as a table has room for."""
+    while cells:
+        count = len(cells)
+        while count > 1 and not _fits(console, sweep_table(part, cells[:count])):
+            count -= 1
+        yield cells[:count]
+        cells = cells[count:]
 
 
 def show_reasons(console: Console, report: Report) -> None:
@@ -57,70 +93,50 @@ def show_reasons(console: Console, report: Report) -> None:
         _say(console, f"skipped: {what}")
 
 
-def shape_table(cells: list[Measured]) -> Table:
-    """A row for each variant, columns for each routing."""
-    first = cells[0]
-    table = Table(title=f"moe_mlp, {first.shape}, {first.title}, {first.dtype}", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for cell in cells:
-        for name in (f"{cell.routing}\nfwd ms", "TFLOP/s", "of dense", "fwd+bwd ms", "TFLOP/s", "of dense"):
-            table.add_column(name, justify="right", vertical="bottom")
-    for name in ("keeps MiB", "error"):
-        table.add_column(name, justify="right", vertical="bottom")
-    dense: list[str] = []
-    for cell in cells:
-        flops = 6e-12 * cell.sizes["T"] * cell.sizes["K"] * cell.sizes["H"] * cell.sizes["I"]
-        for seconds, factor in ((cell.dense_forward_seconds, 1), (cell.dense_training_seconds, 3)):
-            dense += [
-                f"{1e3 * seconds:.2f}",
-                f"{factor * flops / seconds:.{_digits(flops / seconds)}f}",
-                "100%",
-            ]
-    table.add_row("dense products", *dense, "", "", style="dim")
-    for name in dict.fromkeys(row.variant for cell in cells for row in cell.rows):
-        found = [cell.row(name) for cell in cells]
-        values = [text for row in found for text in _speeds(row)]
-        rows = [row for row in found if row]
-        errors = [error for row in rows for error in row.errors.values()]
-        kept = next((row.saved_bytes for row in rows if row.saved_bytes is not None), None)
-        table.add_row(
-            name,
-            *values,
-            "" if kept is None else f"{kept / 2**20:.1f}",
-            f"{max(errors):.1e}" if errors else "",
-            style="bold" if name.startswith(OURS) else None,
-        )
+def shape_table(cell: Measured, dropped: Collection[str] = ()) -> Table:
+    """A row for each variant."""
+    table = _table(f"moe_mlp, {cell.shape}, {cell.title}, {cell.routing} routing, {cell.dtype}")
+    table.add_column("", overflow="fold")
+    speeds = [name for name in ("ms", "TFLOP/s", "of dense") if name not in dropped]
+    names = [f"{phase} {name}" if name == "ms" else name for phase in ("fwd", "fwd+bwd") for name in speeds]
+    for name in (*names, "keeps MiB", *(["error"] if "error" not in dropped else [])):
+        # Narrow, as the numbers are.
+        _number(table, name.replace(" ", "\n"))
+    flops = 6e-12 * cell.sizes["T"] * cell.sizes["K"] * cell.sizes["H"] * cell.sizes["I"]
+    seconds = cell.dense_forward_seconds, cell.dense_training_seconds
+    dense = [
+        _speed(speeds, took, times * flops / took, 1.0) for took, times in zip(seconds, (1, 3), strict=True)
+    ]
+    table.add_row("dense products", *dense[0], *dense[1], style="dim")
+    for row in cell.rows:
+        values = [
+            *_speed(speeds, row.forward_seconds, row.forward_tflops, row.forward_of_dense),
+            *_speed(speeds, row.training_seconds, row.training_tflops, row.training_of_dense),
+            "" if row.saved_bytes is None else f"{row.saved_bytes / 2**20:.1f}",
+        ]
+        if "error" not in dropped:
+            values.append(f"{max(row.errors.values()):.1e}" if row.errors else "")
+        table.add_row(row.variant, *values, style="bold" if row.variant.startswith(OURS) else None)
     return table
 
 
-def _digits(tflops: float) -> int:
-    return 0 if tflops >= 100 else 2
-
-
-def _speeds(row: Row | None) -> list[str]:
-    if row is None:
-        return [""] * 6
-    found = []
-    for seconds, tflops, share in (
-        (row.forward_seconds, row.forward_tflops, row.forward_of_dense),
-        (row.training_seconds, row.training_tflops, row.training_of_dense),
-    ):
-        if seconds is None or tflops is None or share is None:
-            found += ["", "", ""]
-        else:
-            found += [f"{1e3 * seconds:.2f}", f"{tflops:.{_digits(tflops)}f}", f"{share:.0%}"]
-    return found
+def _speed(speeds: list[str], seconds: float | None, tflops: float | None, share: float | None) -> list[str]:
+    if seconds is None or tflops is None or share is None:
+        return [""] * len(speeds)
+    digits = 0 if tflops >= 100 else 2
+    texts = {"ms": f"{1e3 * seconds:.2f}", "TFLOP/s": f"{tflops:.{digits}f}", "of dense": f"{share:.0%}"}
+    return [texts[name] for name in speeds]
 
 
 def sweep_table(part: str, cells: list[Measured]) -> Table:
     """A row for each variant and quantity, a column for each point."""
     first = cells[0]
     by = "numbers of tokens" if part == "tokens" else "exponents of Zipf's law"
-    table = Table(title=f"moe_mlp, {first.shape}, by {by}, {first.dtype}", title_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = _table(f"moe_mlp, {first.shape}, by {by}, {first.dtype}")
+    table.add_column("", overflow="fold")
+    table.add_column("", no_wrap=True, min_width=len("replayed ms"))
     for cell in cells:
-        table.add_column(f"T{cell.tokens}" if part == "tokens" else f"{cell.exponent:g}", justify="right")
+        _number(table, f"T{cell.tokens}" if part == "tokens" else f"{cell.exponent:g}")
 
     def line(name: str, what: str, values: list[str]) -> None:
         if any(values):
@@ -142,11 +158,11 @@ def explain_table(phase: Explained) -> Table:
     title = (
         f"{phase.shape}, {phase.phase}: {1e3 * phase.seconds:.3f} ms, of which kernels run {1e3 * busy:.3f}"
     )
-    table = Table(title=title, title_justify="left")
+    table = _table(title)
     for name in ("what", "kernel"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in ("ms", "share", "limit ms", "of limit", "bound by"):
-        table.add_column(name, justify="right")
+        _number(table, name.replace(" ", "\n"))
     for line in phase.lines:
         limit = line.limit_seconds
         table.add_row(
@@ -160,6 +176,15 @@ def explain_table(phase: Explained) -> Table:
             style=None if line.what else "dim",
         )
     return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left")
+
+
+def _number(table: Table, name: str) -> None:
+    # What wraps gives way first, and that is words.
+    table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
 
 
 def _ms(seconds: float | None) -> str:

@@ -6,14 +6,11 @@ import datetime
 import os
 import shlex
 import shutil
-import signal
+import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 from rich.console import Console
@@ -27,16 +24,14 @@ from anabranch.cli.demo.model import count_parameters
 from anabranch.cli.demo.progress import TrainingProgress
 from anabranch.cli.demo.report import FILES, SUMMARY, Summary, show_report, write_report
 from anabranch.cli.demo.sample import sample
+from anabranch.cli.demo.stop import Stop, on_signals
 from anabranch.cli.demo.train import Trainer, affordable_steps, calibrate
 from anabranch.cli.failure import Failure, writing
 from anabranch.cli.files import check_room
 
 SAMPLE_BYTES = 300
 STATE_BYTES = 16  # of a checkpoint for each parameter at most: itself and its optimizer's state
-
-
-class Interrupted(Exception):  # noqa: N818 - no error
-    """The user stopped the demo. Its text says what was saved."""
+SAVE_EVERY = 20.0  # seconds of training: what a process that is killed outright may lose
 
 
 @dataclass(frozen=True)
@@ -53,45 +48,18 @@ class Options:
     seed: int | None = None
 
 
-class Stop:
-    """Set by the first Ctrl-C; the second one interrupts at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-@contextmanager
-def on_interrupt() -> Iterator[Stop]:
-    """Inside, Ctrl-C asks to stop instead of raising."""
-    stop = Stop()
-    before = signal.signal(signal.SIGINT, stop.handle)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def run_demo(options: Options, console: Console, config: Config = Config()) -> Summary | None:  # noqa: B008 - frozen
     """Trains, or goes on training, and reports; None if all of that had been done before.
 
     Raises:
         Failure: something the user can put right.
-        Interrupted: the user stopped it.
+        Interrupted: a signal stopped it.
     """
     begin = time.perf_counter()
     device = machine.device(options.device)
     threads_before = torch.get_num_threads()
     try:
-        with on_interrupt() as stop:
+        with on_signals() as stop:
             if options.resume:
                 run = _resumed(options, device, console)
             else:
@@ -99,8 +67,8 @@ def run_demo(options: Options, console: Console, config: Config = Config()) -> S
             if run is None:
                 return None
             trainer, text = run
-            rate = _train(trainer, text, options.out, console, stop)
-        return _finish(trainer, options.out, console, rate, begin)
+            _train(trainer, text, options.out, console, stop)
+            return _finish(trainer, options.out, console, stop, begin)
     finally:
         torch.set_num_threads(threads_before)
 
@@ -123,7 +91,7 @@ def _started(
     else:
         step = calibrate(config, corpus, device, stop)
         if stop():
-            raise Interrupted("interrupted before the first step; nothing was saved")
+            raise stop.interrupted("interrupted before the first step; nothing was saved")
         spent = time.perf_counter() - begin
         trainer.steps = affordable_steps(config, corpus, options.seconds - spent, step)
         _say(console, f"{trainer.steps} steps, as one takes {1e3 * step:.0f} ms here")
@@ -135,6 +103,11 @@ def _resumed(options: Options, device: torch.device, console: Console) -> tuple[
     saved = checkpoint.load(options.out / checkpoint.NAME)
     for name, asked, kept in (("steps", options.steps, saved.steps), ("seed", options.seed, saved.seed)):
         if asked not in (None, kept):
+            if name == "steps" and saved.step >= saved.steps:
+                raise Failure(
+                    f"--steps {asked}: {saved.path} is of a finished run of {kept} steps, and there is no way to train "
+                    "on: its learning rate has come down with the last of them; a new run takes any --steps"
+                )
             raise Failure(f"--{name} {asked}: {saved.path} is of a run with --{name} {kept}, which is fixed")
     trained = saved.step >= saved.steps
     # The report is of the checkpoint beside it: saving one removes another's.
@@ -167,41 +140,68 @@ def _same_corpus(saved: checkpoint.Checkpoint, text: Path | None) -> Corpus:
     return corpus
 
 
-def _train(trainer: Trainer, text: Path | None, out: Path, console: Console, stop: Stop) -> float | None:
-    """Trains to the end and saves; returns tokens per second, or None if there was nothing left to do."""
-    path, threads, start = out / checkpoint.NAME, torch.get_num_threads(), trainer.step
-    tokens = trainer.config.tokens_per_step
-    if start >= trainer.steps:
-        return None
-    with TrainingProgress(console, trainer.history.train, trainer.steps, tokens) as progress:
-        finished = trainer.run(progress.advance, stop)
-        rate = progress.tokens_per_second
+def _train(trainer: Trainer, text: Path | None, out: Path, console: Console, stop: Stop) -> None:
+    """Trains to the end, if that is not done, and saves on the way and at the end."""
+    if trainer.step >= trainer.steps:
+        return
+    path, threads, tokens = out / checkpoint.NAME, torch.get_num_threads(), trainer.config.tokens_per_step
     # The report of an earlier run; where there was none, other files of those names are the user's.
     stale = FILES if path.is_file() else (SUMMARY,)
-    checkpoint.save(path, trainer, text, threads)
-    for name in stale:
-        with writing(out / name):
-            (out / name).unlink(missing_ok=True)
-    if not finished:
-        raise Interrupted(f"stopped after step {trainer.step} of {trainer.steps}; go on with: {_again(out)}")
-    return rate
+    saved = time.perf_counter()
 
+    def save() -> None:
+        nonlocal saved
+        checkpoint.save(path, trainer, text, threads)
+        for name in stale:
+            with writing(out / name):
+                (out / name).unlink(missing_ok=True)
+        saved = time.perf_counter()
 
-def _finish(trainer: Trainer, out: Path, console: Console, rate: float | None, begin: float) -> Summary:
+    def after_step() -> None:
+        if time.perf_counter() - saved >= SAVE_EVERY and trainer.step < trainer.steps:
+            save()
+        progress.advance()
+
+    def stopped() -> str:
+        return f"stopped after step {trainer.step} of {trainer.steps}; go on with: {_again(out)}"
+
+    shown = console, trainer.history.train, trainer.seconds, trainer.steps, tokens
     try:
+        with TrainingProgress(*shown) as progress:
+            finished = trainer.run(after_step, stop)
+    except (OSError, SystemExit):  # nobody reads the output any more: a closed terminal or pipe
+        save()
+        raise (
+            stop.interrupted(stopped()) if stop() else Failure(f"the output was closed; {stopped()}")
+        ) from None
+    save()
+    if not finished:
+        raise stop.interrupted(stopped())
+
+
+def _finish(trainer: Trainer, out: Path, console: Console, stop: Stop, begin: float) -> Summary:
+    try:
+        stop.at_once = True
+        if stop():
+            raise KeyboardInterrupt
         with console.status("validating, writing a sample, timing the experts"):
             found, load = trainer.evaluate()
             timings = measure(trainer)
             text = sample(trainer, SAMPLE_BYTES)
         total, active = count_parameters(trainer.model, trainer.config)
+        # Only the report may have been left to make.
+        step = statistics.median(trainer.seconds or [timings.step])
         summary = Summary(
             val_bits_per_byte=found,
             zlib_bits_per_byte=trainer.corpus.zlib_bits_per_byte,
-            tokens_per_second=rate or trainer.config.tokens_per_step / timings.step,
+            tokens_per_second=trainer.config.tokens_per_step / step,
             loop_ratio=timings.loop_ratio,
             experts_share=timings.experts_share,
-            step_seconds=timings.step,
+            step_seconds=step,
             loop_step_seconds=timings.loop_step,
+            compared_step_seconds=timings.step,
+            saved_bytes=timings.saved_bytes,
+            loop_saved_bytes=timings.loop_saved_bytes,
             parameters_total=total,
             parameters_active=active,
             steps=trainer.steps,
@@ -216,8 +216,11 @@ def _finish(trainer: Trainer, out: Path, console: Console, rate: float | None, b
             date=machine.today(),
         )
         write_report(out, summary, trainer.history, load, text, trainer.config)
-    except KeyboardInterrupt:
-        raise Interrupted(f"the training is saved, the report is not; for it: {_again(out)}") from None
+    except (KeyboardInterrupt, OSError) as error:
+        if isinstance(error, OSError) and not stop():
+            raise
+        # A terminal that was closed cannot be written to either.
+        raise stop.interrupted(f"the training is saved, the report is not; for it: {_again(out)}") from None
     show_report(console, summary, text)
     _say_where(console, out)
     return summary
@@ -227,8 +230,11 @@ def _warn_of_earlier(console: Console, out: Path) -> None:
     path = out / checkpoint.NAME
     if path.is_file():
         saved = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc)
-        what = f"this replaces the run of {saved:%Y-%m-%d %H:%M} UTC in {out}, checkpoint included"
-        _say(console, f"note: {what}; --resume would go on with it, another --out keeps it")
+        # A report is of the checkpoint beside it: nothing of that run is left to go on with.
+        finished = (out / SUMMARY).is_file()
+        run, instead = ("finished run", "") if finished else ("run", "--resume would go on with it, ")
+        what = f"this replaces the {run} of {saved:%Y-%m-%d %H:%M} UTC in {out}, checkpoint included"
+        _say(console, f"note: {what}; {instead}another --out keeps it")
 
 
 def _say_where(console: Console, out: Path) -> None:

@@ -1,4 +1,7 @@
-"""The report's timings: a training step, its experts alone, and the same step with the experts as a loop."""
+"""The report's timings: a training step, its experts alone, and the same step with the experts as a loop.
+
+And what the experts keep for the backward, as they are and as a loop.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from anabranch.cli.demo.loop import as_loop
+from anabranch.cli.demo.loop import LoopExperts, as_loop
 from anabranch.cli.demo.model import experts_of
 from anabranch.cli.demo.train import Trainer, synchronise
 from anabranch.cli.failure import Failure
+from anabranch.nn import Experts
 
 ROUNDS = 5
+Captured = tuple[Experts, tuple[Tensor, ...], Tensor]
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Medians, in seconds: a whole step, its experts' forward and backward, the step with a loop."""
+    """Medians, in seconds: a whole step, its experts' forward and backward, the step with a loop.
+
+    And the bytes that the experts of all layers keep for the backward beyond their inputs, and that loops keep.
+    """
 
     step: float
     experts: float
     loop_step: float
+    saved_bytes: int
+    loop_saved_bytes: int
 
     @property
     def experts_share(self) -> float:
@@ -47,7 +57,10 @@ def measure(trainer: Trainer, rounds: int = ROUNDS) -> Timings:
     scratch.model.load_state_dict(trainer.model.state_dict())
     scratch.steps = 10**9  # at the very start of so long a warmup the steps change nothing
     _check_same(scratch)
-    experts = _experts_alone(scratch)
+    captured = _capture(scratch)
+    experts = _experts_alone(captured)
+    saved = sum(saved_bytes(module, inputs) for module, inputs, _ in captured)
+    loop_saved = sum(saved_bytes(LoopExperts(module), inputs) for module, inputs, _ in captured)
     times: dict[str, list[float]] = {"step": [], "experts": [], "loop": []}
     for index in range(rounds + 1):
         # Interleaved, so that what else the machine does falls on all alike; the same batch for all.
@@ -58,7 +71,25 @@ def measure(trainer: Trainer, rounds: int = ROUNDS) -> Timings:
         with as_loop(scratch.model):
             times["loop"].append(_clock(scratch, scratch.train_step))
     medians = {name: statistics.median(values[1:]) for name, values in times.items()}
-    return Timings(medians["step"], medians["experts"], medians["loop"])
+    return Timings(medians["step"], medians["experts"], medians["loop"], saved, loop_saved)
+
+
+def saved_bytes(module: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    """What autograd saves in a forward of the module, beyond its inputs and parameters."""
+    given = {value.untyped_storage().data_ptr() for value in (*inputs, *module.parameters())}
+    kept: dict[int, int] = {}
+
+    def note(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+        # Alive until the count is taken, or a freed storage's address could come twice.
+        out = module(*inputs)
+    assert out.requires_grad
+    return sum(kept.values())
 
 
 def _clock(trainer: Trainer, run: Callable[[], object]) -> float:
@@ -69,11 +100,11 @@ def _clock(trainer: Trainer, run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _experts_alone(trainer: Trainer) -> Callable[[], None]:
-    """Forward and backward of every layer's experts, on what they get in a step."""
-    captured: list[tuple[torch.nn.Module, tuple[Tensor, ...], Tensor]] = []
+def _capture(trainer: Trainer) -> list[Captured]:
+    """Every layer's experts, with what they get in a step and a gradient of their output."""
+    captured: list[Captured] = []
 
-    def keep(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def keep(module: Experts, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         leaves = tuple(x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs)
         captured.append((module, leaves, torch.randn_like(output)))
 
@@ -82,6 +113,11 @@ def _experts_alone(trainer: Trainer) -> Callable[[], None]:
         trainer.model(trainer.batch(0)[0])
     for hook in hooks:
         hook.remove()
+    return captured
+
+
+def _experts_alone(captured: list[Captured]) -> Callable[[], None]:
+    """Forward and backward of them all."""
 
     def run() -> None:
         for module, inputs, gradient in captured:

@@ -23,9 +23,17 @@ def running_mean(losses: Sequence[float]) -> tuple[float, int]:
 class TrainingProgress:
     """A bar with loss, tokens/s and time left; plain lines where the output is no terminal."""
 
-    def __init__(self, console: Console, losses: Sequence[float], steps: int, tokens_per_step: int) -> None:
-        """``losses`` has those of the steps made, and grows with them."""
-        self.console, self.losses, self.steps, self.tokens = console, losses, steps, tokens_per_step
+    def __init__(
+        self,
+        console: Console,
+        losses: Sequence[float],
+        seconds: Sequence[float],
+        steps: int,
+        tokens_per_step: int,
+    ) -> None:
+        """``losses`` has those of the steps made, and grows with them; so does ``seconds`` with those made here."""
+        self.console, self.losses, self.seconds = console, losses, seconds
+        self.steps, self.tokens = steps, tokens_per_step
         self.start = self.done = len(losses)
         self.begin = time.perf_counter()
         self.progress = Progress(
@@ -48,15 +56,16 @@ class TrainingProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Since the start of this run."""
-        return (self.done - self.start) * self.tokens / max(time.perf_counter() - self.begin, 1e-9)
+        """By the median of the steps since the start of this run: validating and saving are no part of a step."""
+        return self.tokens / max(statistics.median(self.seconds), 1e-9)
 
     def advance(self) -> None:
         """Takes note of one more step."""
         self.done = len(self.losses)
         bits, count = running_mean(self.losses)
         rate = self.tokens_per_second
-        left = (self.steps - self.done) * self.tokens / rate
+        elapsed = time.perf_counter() - self.begin
+        left = (self.steps - self.done) * elapsed / (self.done - self.start)
         clock = f"{int(left) // 60}:{int(left) % 60:02d}"
         mean = f"mean of {count} step{'s' if count > 1 else ''}"
         figures = f"{bits:.3f} bits/byte ({mean})  {rate:,.0f} tokens/s  {clock} left"

@@ -21,8 +21,8 @@ SUMMARY = "summary.json"
 FILES = (SUMMARY, "sample.txt", "loss.png", "experts.png")
 """What the report is made of."""
 
-ON_RATIO = (
-    "ratio: with layers as small as these a plain loop can be as fast on a CPU; "
+ON_SPEED = (
+    "with layers as small as these a plain loop over experts can be as fast on a CPU; "
     "how larger ones fare is in docs/perf/cpu.md"
 )
 
@@ -31,8 +31,13 @@ INK, MUTED, TRAIN, VALIDATION, WHOLE = "#1b2a33", "#9aa7ae", "#8fb8c9", "#0b6e8a
 
 @dataclass(frozen=True)
 class Summary:
-    """summary.json. Ratios and shares are of medians measured in this run, which is what ``seconds`` and
-    ``tokens_per_second`` are of too: of one that was interrupted, the part since it was resumed."""
+    """summary.json. ``step_seconds`` is the median of the training's steps, and ``tokens_per_second`` goes by it;
+    ``seconds`` is of everything. Of a run that was interrupted both are of the part since it was resumed.
+
+    ``loop_ratio`` and ``experts_share`` are of medians taken in turns after the training: a step as it is,
+    ``compared_step_seconds``, the same step with a plain loop over experts, ``loop_step_seconds``, and the experts
+    alone. The saved bytes are what the experts of all layers, or such loops, keep for the backward beyond their inputs.
+    """
 
     val_bits_per_byte: float
     zlib_bits_per_byte: float
@@ -41,6 +46,9 @@ class Summary:
     experts_share: float
     step_seconds: float
     loop_step_seconds: float
+    compared_step_seconds: float
+    saved_bytes: int
+    loop_saved_bytes: int
     parameters_total: int
     parameters_active: int
     steps: int
@@ -82,17 +90,20 @@ def show_report(console: Console, summary: Summary, sample: tuple[str, str]) -> 
         "parameters, total": f"{summary.parameters_total:,}",
         "parameters, active per token": f"{summary.parameters_active:,}",
         "training": f"{summary.steps} steps, {summary.tokens_per_second:,.0f} tokens/s",
-        "a step": f"{1e3 * summary.step_seconds:.1f} ms",
+        "a step, median": f"{1e3 * summary.step_seconds:.1f} ms",
         "share of the step in the experts": f"{summary.experts_share:.0%}",
-        "the same step, plain loop over experts": f"{1e3 * summary.loop_step_seconds:.1f} ms",
-        "ratio": f"{summary.loop_ratio:.2f}x",
+        "compared, in turns": f"{summary.loop_ratio:.2f}x the speed of a plain loop over experts",
+        "a step then": f"{1e3 * summary.compared_step_seconds:.1f} ms, "
+        f"with the loop {1e3 * summary.loop_step_seconds:.1f} ms",
+        "experts keep for the backward": f"{summary.saved_bytes / 2**20:.1f} MiB, "
+        f"with the loop {summary.loop_saved_bytes / 2**20:.1f} MiB",
         "device": f"{summary.device} ({summary.device_name}), {summary.threads} threads",
     }
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
     if summary.device == "cpu":
-        console.print(ON_RATIO, highlight=False, soft_wrap=True)
+        console.print(ON_SPEED, highlight=False, soft_wrap=True)
 
 
 def loss_curve(summary: Summary, history: History, config: Config) -> Figure:

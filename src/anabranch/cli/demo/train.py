@@ -42,6 +42,7 @@ class Trainer:
         self.optimizers = Optimizers(self.model, config)
         self.step, self.steps = 0, 0
         self.history = History()
+        self.seconds: list[float] = []  # of each step made here: a checkpoint knows nothing of them
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of a step, on the device."""
@@ -67,10 +68,15 @@ class Trainer:
         return found
 
     def run(self, report: Callable[[], None], stop: Callable[[], bool]) -> bool:
-        """Trains to the end, or until ``stop`` says so after a step; returns whether it got to the end."""
+        """Trains to the end, or until ``stop`` says so after a step; returns whether it got to the end.
+
+        ``report`` is called after each step, when all that a checkpoint holds is of that step.
+        """
         every = max(1, self.steps // CHECKS)
         while self.step < self.steps:
+            begin = time.perf_counter()
             self.history.train.append(self.train_step())
+            self.seconds.append(time.perf_counter() - begin)
             # The last step too, so that every point of the curve is of the same bytes.
             if self.step % every == 0 or self.step == self.steps:
                 self.history.validation.append((self.step, self.evaluate(CHECK_WINDOWS)[0]))

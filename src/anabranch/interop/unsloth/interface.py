@@ -57,7 +57,8 @@ def grouped_gemm(
         W: (E, N, K) or (E * N, K), X's dtype; its gradient has the same shape.
         m_sizes: (E,) rows of each expert, integers of any width, on X's device.
         topk: experts per token; total_tokens = num_tokens * topk.
-        gather_indices: (total_tokens,) slots in expert order, any integers; needed to permute alone.
+        gather_indices: (total_tokens,) slots in expert order, any integers; needed only to permute, else only
+            its size is checked.
         permute_x: row r reads the token of its slot.
         permute_y: y is in slot order.
         topk_weights: total_tokens factors in slot order, for ``fuse_mul_post``.

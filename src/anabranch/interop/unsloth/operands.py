@@ -30,14 +30,6 @@ WORDS = {
     "top_k": "topk",
     # The rules spell it as their argument, the functions and configurations as theirs.
     "use_tma_load_dY": "use_tma_load_dy",
-    # There is no such option here.
-    ", which fits transpose_weight=True": "",
-    ", which fits transpose_weight=False": "",
-    **{
-        f", which fits gather={gather} and transpose_weight={swap}": ""
-        for gather in (False, True)
-        for swap in (False, True)
-    },
 }
 """What the public functions call things in their errors, and what they are called here."""
 
@@ -63,9 +55,11 @@ def product(
     if fuse_mul_post and not permute_y:
         raise ArgumentError(op, "fuse_mul_post", expected="False without permute_y", got="True")
     x, layout = routed(op, X, m_sizes, topk, gather_indices, permute_x, permute_y)
+    weight = stacked(op, W, layout)
+    check_columns(op, "X", x, "num_tokens" if permute_x else "total_tokens", W, weight, axis=2)
     return {
         "x": x,
-        "weight": stacked(op, W, layout),
+        "weight": weight,
         "layout": layout,
         "gather": permute_x,
         "scatter": permute_y,
@@ -104,6 +98,17 @@ def layout_of(
         raise ArgumentError(op, "permute_y", expected="False beside permute_x", got="True")
     counts = _wide(op, "m_sizes", m_sizes, "(E,)")
     if not (permute_x or permute_y):
+        if gather_indices is not None:
+            # Not needed, but another size says that a permutation was meant.
+            checks.tensor(op, "gather_indices", gather_indices, "(total_tokens,)", _INTEGERS)
+            checks.shape(
+                op,
+                "gather_indices",
+                gather_indices,
+                total_tokens,
+                means="(total_tokens,)",
+                fits=lambda: "permute_x=True" if gather_indices.shape[0] == total_tokens * topk else "",
+            )
         return ExpertLayout.from_counts(counts, total_tokens)
     slots = _wide(op, "gather_indices", gather_indices, "(total_tokens,)")
     checks.shape(op, "gather_indices", slots, total_tokens, means="(total_tokens,)")
@@ -128,6 +133,19 @@ def stacked(op: str, W: Tensor, layout: ExpertLayout) -> Tensor:
         expected = f"(E, N, K), or (E * N, K) for the E = {experts} of m_sizes"
         raise ArgumentError(op, "W", expected=expected, got=f"shape {tuple(W.shape)}")
     return W.unflatten(0, (experts, W.shape[0] // experts))
+
+
+def check_columns(op: str, argument: str, x: Tensor, rows: str, W: Tensor, weight: Tensor, axis: int) -> None:
+    """Demands as many columns as W has along ``axis``, 1 for N and 2 for K, and says which of its shapes would fit."""
+    if weight.dim() != 3 or x.shape[1] == weight.shape[axis]:
+        # Of another rank W is refused by name later.
+        return
+    letter = "K" if axis == 2 else "N"
+    expected = f"shape ({rows}, W's {letter}) = ({x.shape[0]}, {weight.shape[axis]})"
+    got = f"shape {tuple(x.shape)} beside W of shape {tuple(W.shape)}"
+    if W.dim() == 3 and x.shape[1] == W.shape[3 - axis]:
+        got = f"{got}, which fits W.mT"
+    raise ArgumentError(op, argument, expected=expected, got=got)
 
 
 def by_slot(op: str, topk_weights: Tensor | None, layout: ExpertLayout) -> Tensor:

@@ -112,6 +112,7 @@ def grouped_gemm_dX(  # noqa: N802 - the interface's name
     )
     config = None if autotune else _tiles(op, wanted, d_y, permute_x, permute_y)
     weight = operands.stacked(op, W, layout)
+    operands.check_columns(op, "dY", d_y, "total_tokens", W, weight, axis=1)
     return api.grouped_gemm(
         d_y, weight, layout, gather=permute_y, scatter=permute_x, transpose_weight=True, config=config
     )

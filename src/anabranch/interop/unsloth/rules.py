@@ -17,9 +17,16 @@ def check_valid_config_fwd(
     """Raises a ValueError where a forward product cannot have all that is asked for."""
     op = "check_valid_config_fwd"
     _refuse(op, permute_x and permute_y, "permute_y", "False beside permute_x")
-    _refuse(op, permute_x and not is_first_gemm, "permute_x", "False for the second GEMM")
-    _refuse(op, permute_y and is_first_gemm, "permute_y", "False for the first GEMM")
-    _refuse(op, fuse_mul_post and is_first_gemm, "fuse_mul_post", "False for the first GEMM")
+    _refuse(
+        op, permute_x and not is_first_gemm, "permute_x", "False for the second GEMM, or is_first_gemm=True"
+    )
+    _refuse(op, permute_y and is_first_gemm, "permute_y", "False for the first GEMM, or is_first_gemm=False")
+    _refuse(
+        op,
+        fuse_mul_post and is_first_gemm,
+        "fuse_mul_post",
+        "False for the first GEMM, or is_first_gemm=False",
+    )
     _refuse(op, use_tma_load_x and permute_x, "use_tma_load_x", "False with permute_x, which gathers rows")
     _refuse(
         op,

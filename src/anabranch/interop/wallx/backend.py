@@ -10,6 +10,7 @@ from torch import Tensor
 from anabranch.interop.wallx.shared import (
     NO_HEAD_AXIS,
     WEIGHT_NAMES,
+    check_rows,
     one_row,
     read_map,
     sort_slots,
@@ -213,6 +214,7 @@ def rope(
     if one_row(mrope_section_doubled):
         api_rope.rope(q, k, cos, sin, out=out)
     else:
+        check_rows("rope", q, k, cos)
         api_rope.mrope(q, k, cos, sin, mrope_section_doubled, order="channels", out=out)
 
 
@@ -254,5 +256,6 @@ def rope_bwd(
     if one_row(mrope_section_doubled):
         call = bind_rope(grad_q_out, grad_k_out, cos, sin, out=out)
     else:
+        check_rows("rope_bwd", grad_q_out, grad_k_out, cos)
         call = bind_mrope(grad_q_out, grad_k_out, cos, sin, mrope_section_doubled, order="channels", out=out)
     run_rope(replace(call, transpose=True))

@@ -7,10 +7,12 @@ from typing import cast
 
 from torch import Tensor
 
+from anabranch.errors import ArgumentError
 from anabranch.interop.wallx.backend import asym_dual_gmm_separated
 from anabranch.interop.wallx.shared import (
     NO_HEAD_AXIS,
     WEIGHT_NAMES,
+    check_rows,
     one_row,
     read_map,
     sort_slots,
@@ -112,7 +114,7 @@ def unpermute(input_act: Tensor, row_id_map: Tensor, probs: Tensor | None = None
 
 @speaks_of(
     {
-        "sections": "mrope_section, doubled",
+        "sections": "mrope_section",
         'order="channels"': "mrope_section",
         **{f"sections[{i}]": f"mrope_section[{i}]" for i in range(3)},
         "rotary_dim": "D",
@@ -127,9 +129,10 @@ def multimodal_rope(
     Args:
         q: (B, Hq, S, D); fp16, bf16, fp32 or fp64, any strides.
         k: (B, Hk, S, D).
-        cos: (3, B, S, D) of any float dtype; no gradient.
+        cos: (3, B, S, D) of any float dtype, or (B, S, D) without sections; no gradient.
         sin: like cos.
-        mrope_section: three ints that add up to D / 2. Doubled, they are what backend.rope takes.
+        mrope_section: three ints that add up to D / 2. Doubled, they are what backend.rope takes. None, False or an
+            empty list: there is one row.
 
     Returns:
         (q, k) rotated.
@@ -137,10 +140,22 @@ def multimodal_rope(
     if one_row(mrope_section):
         turned = rope(q, k, cos, sin)
     else:
-        double = isinstance(mrope_section, (list, tuple))
-        sections = [2 * size for size in mrope_section] if double else mrope_section
-        turned = mrope(q, k, cos, sin, sections, order="channels")
+        check_rows("multimodal_rope", q, k, cos)
+        turned = mrope(q, k, cos, sin, _doubled(mrope_section, q.shape[-1]), order="channels")
     return cast(tuple[Tensor, Tensor], turned)
+
+
+def _doubled(mrope_section: Sequence[int], channels: int) -> Sequence[int]:
+    """The sections of all channels. Of those given errors speak, not of these; mrope refuses what is no list."""
+    if not isinstance(mrope_section, (list, tuple)):
+        return mrope_section
+    for i, size in enumerate(mrope_section):
+        checks.integer("multimodal_rope", f"sections[{i}]", size, minimum=0)
+    if channels % 2 == 0 and (len(mrope_section) != 3 or 2 * sum(mrope_section) != channels):
+        expected = f"three ints that add up to D / 2 = {channels // 2}"
+        got = f"{list(mrope_section)}, which add up to {sum(mrope_section)}"
+        raise ArgumentError("multimodal_rope", "mrope_section", expected=expected, got=got)
+    return [2 * size for size in mrope_section]
 
 
 @speaks_of()

@@ -8,6 +8,7 @@ from torch import Tensor
 from anabranch.errors import ArgumentError
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
+from anabranch.ops.rope.operands import check_vectors
 
 IDS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 WEIGHT_NAMES = {
@@ -63,6 +64,19 @@ def weights_of(op: str, argument: str, prob: Tensor | None, row_id_map: Tensor) 
         return None
     checks.tensor(op, argument, prob, "(T, topK)", checks.FLOATS)
     return prob
+
+
+def check_rows(op: str, q: Tensor, k: Tensor, cos: Tensor) -> None:
+    """Demands what sections need: q and k (B, H, S, D), and three rows of cos, (3, B, S, D).
+
+    mrope takes one row as well, for text, and tables of half the width. It is left to check sin against cos.
+    """
+    checks.tensor(op, "q", q, "(B, H, S, D)", checks.FLOATS)
+    sizes = check_vectors(op, q, k, 1, cos)
+    checks.tensor(op, "cos", cos, "(3, B, S, D)", checks.FLOATS)
+    # A batch of one is broadcast.
+    batch = 1 if cos.shape[1] == 1 else sizes.batch
+    checks.shape(op, "cos", cos, 3, batch, sizes.tokens, sizes.channels, means="(3, B, S, D)")
 
 
 def one_row(sections: object) -> bool:

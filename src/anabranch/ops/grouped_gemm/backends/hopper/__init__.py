@@ -95,8 +95,12 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight, bias and scale, of which there is none; None for those not needed."""
     from anabranch.ops.grouped_gemm.backends.hopper import launch
-    from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
-    from anabranch.ops.grouped_gemm.backends.triton.launch import bias_gradient, pre_activation_gradient
+    from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, TOKEN
+    from anabranch.ops.grouped_gemm.backends.triton.launch import (
+        bias_gradient,
+        pre_activation_gradient,
+        without_holes,
+    )
 
     need_x, need_weight, need_bias, _ = needs
     d_x = d_weight = d_bias = None
@@ -116,6 +120,11 @@ def backward(
         launch.weight_gradient(
             a, b, rows, d_weight, a_gathered=gathered and a is x, b_gathered=gathered and b is x
         )
+        # In rows without a slot a d_z of our own is zero, and so is what was gathered.
+        if h is None or not call.gather:
+            d_weight_nk = d_weight.mT if call.transpose_weight else d_weight
+            x_rows = TOKEN if call.gather else ROW
+            without_holes(d_z, call.x, call.layout, d_weight_nk, z_rows=ROW, x_rows=x_rows)
     if need_bias:
         assert call.bias is not None
         d_bias = torch.empty_like(call.bias, memory_format=torch.contiguous_format)

@@ -110,7 +110,15 @@ def backward(
         d_weight_nk = d_weight.mT if call.transpose_weight else d_weight
         x_rows = TOKEN if call.gather else ROW
         launch.weight_gradient(
-            d_z, call.x, layout, d_weight_nk, z_rows=z_rows, x_rows=x_rows, config=call.d_weight_config
+            d_z,
+            call.x,
+            layout,
+            d_weight_nk,
+            z_rows=z_rows,
+            x_rows=x_rows,
+            # In rows without a slot a d_z of our own is zero, and so is what was gathered.
+            holes=d_z is grad or not call.gather,
+            config=call.d_weight_config,
         )
     if need_bias:
         assert call.bias is not None

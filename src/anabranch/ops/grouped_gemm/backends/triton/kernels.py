@@ -7,6 +7,7 @@ SLOT, the slot. A row without a slot (-1) reads row 0 and is written as zero.
 import triton
 import triton.language as tl
 
+from anabranch._backends.triton.holes import any_marked
 from anabranch._backends.triton.ragged import load_ragged, store_ragged
 from anabranch._backends.triton.schedule import tile_coordinates
 
@@ -242,17 +243,20 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["num_experts", "num_rows", "num_slots"])
 def weight_gradient_kernel(
-    d_z, x, d_w, t_w, offsets, row_to_slot, num_experts, num_rows, num_slots, top_k, N, K,
+    d_z, x, d_w, t_w, marks, offsets, row_to_slot, num_experts, num_rows, num_slots, top_k, N, K,
     stride_zm, stride_zn, stride_xm, stride_xk, stride_we, stride_wn, stride_wk,
     Z_ROWS: tl.constexpr, X_ROWS: tl.constexpr, Z_TMA: tl.constexpr, X_TMA: tl.constexpr,
     W_TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """``d_w[expert] = d_z[rows].T @ x[rows]``: (N, K) per expert, zeros for one without rows."""
+    """``d_w[expert] = d_z[rows].T @ x[rows]``: (N, K) per expert, or marked one; zeros for one without rows."""
     num_n = tl.cdiv(N, BLOCK_N)
     num_k = tl.cdiv(K, BLOCK_K)
     per_expert = num_n * num_k
-    for tile in range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
+    num_tiles = num_experts * per_expert
+    if marks is not None:
+        num_tiles = tl.where(any_marked(marks, num_experts), num_tiles, 0)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert = tile // per_expert
         tile_n, tile_k = tile_coordinates(tile - expert * per_expert, num_n, num_k, GROUP_M)
         start = load_offset(offsets, expert, num_rows)
@@ -261,6 +265,9 @@ def weight_gradient_kernel(
         k = tile_k * BLOCK_K
         o_n = n + tl.arange(0, BLOCK_N)
         o_k = k + tl.arange(0, BLOCK_K)
+        if marks is not None:
+            marked = tl.load(marks + expert) > 0
+            end = tl.where(marked, end, start)
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         for r in range(start, end, BLOCK_R):
             o_r = r + tl.arange(0, BLOCK_R)
@@ -287,7 +294,10 @@ def weight_gradient_kernel(
         else:
             p_w = d_w + expert.to(tl.int64) * stride_we
             p_w += o_n[:, None].to(OFFSET) * stride_wn + o_k[None, :].to(OFFSET) * stride_wk
-            tl.store(p_w, acc.to(d_w.dtype.element_ty), mask=(o_n < N)[:, None] & (o_k < K)[None, :])
+            m_w = (o_n < N)[:, None] & (o_k < K)[None, :]
+            if marks is not None:
+                m_w = m_w & marked
+            tl.store(p_w, acc.to(d_w.dtype.element_ty), mask=m_w)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots"])

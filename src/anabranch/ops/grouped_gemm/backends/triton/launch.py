@@ -5,6 +5,8 @@ Most of a call's time on the host would go here, so what can be remembered is: s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -12,17 +14,21 @@ from torch import Tensor
 from anabranch._backends.triton import device as on
 from anabranch._backends.triton import operand, prepared
 from anabranch._backends.triton.combine import power_of_2
+from anabranch._backends.triton.device import Gpu
+from anabranch._backends.triton.holes import mark
 from anabranch._backends.triton.schedule import schedule
 from anabranch.epilogues import Epilogue, Identity
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm.backends.triton import kernels, plan
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
-from anabranch.ops.grouped_gemm.backends.triton.plan import GemmLaunch, Maps, device_code
+from anabranch.ops.grouped_gemm.backends.triton.plan import GemmLaunch, Maps, Plan, device_code
 from anabranch.ops.grouped_gemm.backends.triton.plan import parameters as parameters
 from anabranch.ops.grouped_gemm.backends.triton.tuned import Gemm, WeightGradient, chosen
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
 
 _IDENTITY = Identity()
+_BY_POINTERS = (8, 0)
+"""The capability of a GPU without a tensor memory accelerator."""
 Schedules = dict[int, Tensor]
 """Tables of tiles by their rows, of one layout."""
 
@@ -115,19 +121,52 @@ def weight_gradient(
     *,
     z_rows: tl.constexpr,
     x_rows: tl.constexpr,
+    holes: bool = False,
     config: GroupedGemmConfig | str | None = None,
 ) -> None:
-    """Writes ``d_weight[expert] = d_z[rows].T @ x[rows]`` into an (E, N, K_dim) view, zeros for an empty expert."""
+    """Writes ``d_weight[expert] = d_z[rows].T @ x[rows]`` into an (E, N, K_dim) view, zeros for an empty expert.
+
+    ``holes``: whether an expert may have rows without a slot, and an operand anything in them. They add nothing.
+    """
     if d_weight.numel() == 0 or _no_slots(layout, d_weight):
         return
     maps = contiguous_maps(layout)
-    found = plan.of_weight_gradient(
-        on.gpu(x.device), on.input_precision(x.dtype), operand.of(d_z), operand.of(x), Maps(*map(operand.of, maps)),
+    found = _weight_gradient_plan(on.gpu(x.device), d_z, x, maps, d_weight, z_rows, x_rows)
+    what = WeightGradient(found, maps, x, layout, x_rows, d_z, d_weight, z_rows, holes)
+    launch = found.prepare(chosen(config, what))
+    launch(d_z, x, d_weight, None if found.refusals["d_weight"] else d_weight, None, *maps[:2])
+    if holes and None in (found.refusals["d_z"], found.refusals["x"]):
+        without_holes(d_z, x, layout, d_weight, z_rows=z_rows, x_rows=x_rows)
+
+
+def without_holes(
+    d_z: Tensor,
+    x: Tensor,
+    layout: ExpertLayout,
+    d_weight: Tensor,
+    *,
+    z_rows: tl.constexpr,
+    x_rows: tl.constexpr,
+) -> None:
+    """Writes :func:`weight_gradient` anew for experts with rows that have no slot, and for others nothing.
+
+    The device finds them. By pointers such rows are left out, which tiles of rows take in.
+    """
+    maps = contiguous_maps(layout)
+    gpu = on.gpu(x.device)._replace(capability=_BY_POINTERS)
+    found = _weight_gradient_plan(gpu, d_z, x, maps, d_weight, z_rows, x_rows)
+    launch = found.prepare(replace(found.heuristic, flatten=True))  # few programs, as most find nothing to do
+    launch(d_z, x, d_weight, None, mark(*maps[:2]), *maps[:2])
+
+
+def _weight_gradient_plan(
+    gpu: Gpu, d_z: Tensor, x: Tensor, maps: tuple[Tensor, Tensor, Tensor], d_weight: Tensor,
+    z_rows: tl.constexpr, x_rows: tl.constexpr,
+) -> Plan:  # fmt: skip
+    return plan.of_weight_gradient(
+        gpu, on.input_precision(x.dtype), operand.of(d_z), operand.of(x), Maps(*map(operand.of, maps)),
         operand.of(d_weight), z_rows.value, x_rows.value,
     )  # fmt: skip
-    what = WeightGradient(found, maps, x, layout, x_rows, d_z, d_weight, z_rows)
-    launch = found.prepare(chosen(config, what))
-    launch(d_z, x, d_weight, None if found.refusals["d_weight"] else d_weight, *maps[:2])
 
 
 def pre_activation_gradient(

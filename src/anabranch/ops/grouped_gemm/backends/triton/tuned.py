@@ -151,6 +151,7 @@ class WeightGradient(Product):
     d_z: Tensor
     d_weight: Tensor
     z_rows: tl.constexpr
+    holes: bool
 
     def family(self, config: GroupedGemmConfig) -> tuple[int, ...]:
         return config.block_n, config.block_k, config.num_warps
@@ -162,7 +163,14 @@ class WeightGradient(Product):
         from anabranch.ops.grouped_gemm.backends.triton import launch
 
         launch.weight_gradient(
-            self.d_z, self.x, self.layout, outputs[0], z_rows=self.z_rows, x_rows=self.x_rows, config=config
+            self.d_z,
+            self.x,
+            self.layout,
+            outputs[0],
+            z_rows=self.z_rows,
+            x_rows=self.x_rows,
+            holes=self.holes,
+            config=config,
         )
 
     def samples(self) -> Sequence[Sample]:
