@@ -23,9 +23,7 @@ class Config:
     weight_decay: float = 0.1
     warmup: float = 0.05  # share of the steps
     final_rate: float = 0.05  # share of the peak
-    balance: float = (
-        0.1  # of the load-balance loss: with 0.01 an expert here and there was left with next to nothing
-    )
+    balance: float = 0.1  # of the load-balance loss; 0.01 left an expert here and there with next to nothing
     max_steps: int = 4000  # a GPU would find time for more than the text is worth
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class MoeMlpCall:
 
     def routed(self, fields: Sequence[Tensor]) -> MoeMlpCall:
         """The call with the fields of its layout."""
-        return replace(self, layout=ExpertLayout(*fields))
+        return frozen(MoeMlpCall, **{**vars(self), "layout": ExpertLayout(*fields)})
 
     def columns(self, h: Tensor) -> tuple[Tensor, ...]:
         """The epilogue's operands in a pre-activation (rows, 2 * I), as views."""

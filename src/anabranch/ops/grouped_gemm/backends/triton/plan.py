@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ def device_code(epilogue: Epilogue) -> ModuleType | None:
 
 def parameters(epilogue: Epilogue) -> tuple[float, ...]:
     """An epilogue's parameters in the order of its fields."""
-    return tuple(epilogue.__dict__.values())
+    return tuple(getattr(epilogue, f.name) for f in fields(epilogue)) if is_dataclass(epilogue) else ()
 
 
 def kind_of(epilogue: Epilogue, interleaved: bool = False) -> str:
