@@ -44,7 +44,7 @@ VARIANTS = (
 """Combinations of flags in which every pair of them occurs, with and without."""
 
 UNITS = {"hopper": 8}
-"""Backends of sizes in such units alone, which have no scatter and no scale either."""
+"""Backends of sizes in such units alone, which have no scale either."""
 
 CHECKS: dict[str, Callable[[str, torch.dtype, Device], None]] = {}
 
@@ -75,7 +75,7 @@ def make(
     if ids is None:
         ids = routing(11, E, 2, "duplicates", dropped=0.2, generator=generator)
     if backend in UNITS:
-        flags = replace(flags, scatter=False, scale=False)
+        flags = replace(flags, scale=False)
         unit = UNITS[backend]
         wide = unit * resolve("conformance", flags.activation).columns
         N, K_dim = -(-N // wide) * wide, -(-K_dim // unit) * unit

@@ -59,6 +59,7 @@ SERVED = {
     "any bias": dict(bias=zeros(1).expand(E, N), activation="gpt_oss"),
     "any out": dict(out=zeros(T * K, N + 1)[:, 1:]),
     "part of a weight": dict(weight=zeros(E, N, 3 * H)[..., H : 2 * H]),
+    "scatter, by name": dict(scatter=True, activation="swiglu"),
     "few rows, by name": dict(tokens=1),
     "enough rows": dict(backend=None, tokens=E * serves.FEWEST_ROWS // K),
 }
@@ -77,7 +78,10 @@ def of_int64(layout):
 
 REFUSED = {
     "fp32": (dict(dtype=torch.float32), "its products are of float16 and bfloat16, not float32"),
-    "scatter": (dict(scatter=True), "it stores rows in expert order alone"),
+    "scatter, unasked": (
+        dict(scatter=True, backend=None, tokens=E * serves.FEWEST_ROWS // K),
+        "its scatter, a pass after the product, has not been timed beside one that is fused",
+    ),
     "scale": (dict(scale=torch.zeros(T, K)), "it has no place for a scale of its rows"),
     "tiles": (dict(config=GroupedGemmConfig(64, 64, 64, 4, 3)), TILES),
     "heuristic": (dict(config="heuristic"), TILES),
@@ -139,6 +143,7 @@ def test_explains():
     assert found.loads == {"x": COPIES, "weight": "TMA", "out": "TMA", "h": "TMA"}
     assert found.padding == 1 - 20 / 64
     assert hopper.loads(bind(gather=True, hidden=72))["x"] == "TMA, from a copy in expert order"
+    assert hopper.loads(bind(scatter=True))["out"].startswith("TMA in expert order")
     assert hopper.loads(bind(out=zeros(T * K, N + 1)[:, 1:]))["out"] == "TMA, to be copied from there"
 
 
@@ -161,6 +166,11 @@ FORWARD = ["_schedule_kernel", "product_kernel", "_clear_kernel"]
 WEIGHT = ["weight_gradient_kernel", "_mark_kernel", "weight_gradient_kernel"]
 LAUNCHES = {
     "rows": ({}, FORWARD, ["_schedule_kernel", "product_kernel", "_clear_kernel", *WEIGHT]),
+    "scatter": (
+        dict(scatter=True),
+        ["_schedule_kernel", "product_kernel", "_combine_kernel"],
+        ["pre_activation_gradient_kernel", "_schedule_kernel", "product_kernel", "_clear_kernel", *WEIGHT],
+    ),
     "gather": (
         dict(gather=True, hidden=256),
         FORWARD,

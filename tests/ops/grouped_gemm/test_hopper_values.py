@@ -16,6 +16,8 @@ CASES = {
     "gather": (700, 512, 384, 7, 2, "random", 0.1, dict(gather=True)),
     "gather_copied": (333, 264, 144, 5, 3, "zipf", 0.2, dict(gather=True, activation="swiglu")),
     "gather_half": (333, 320, 272, 5, 3, "duplicates", 0.1, dict(gather=True)),
+    "scatter": (700, 512, 384, 7, 2, "random", 0.1, dict(scatter=True)),
+    "scatter_gated": (333, 264, 144, 5, 3, "zipf", 0.2, dict(gather=True, scatter=True, activation="swiglu")),
     "narrow": (333, 256, 72, 5, 2, "random", 0.1, dict(gather=True, activation="gelu")),
     "short": (333, 40, 264, 5, 2, "random", 0.1, dict(activation="silu")),
     "empty": (300, 320, 264, 8, 2, "every_other", 0.0, {}),

@@ -1,5 +1,7 @@
 """grouped_gemm on Hopper, in Gluon: warp-specialised products that gather on load, with a fused epilogue.
 
+A scatter is a pass of its own: rows leave in tiles.
+
 What it refuses, plain Triton serves. Both share the passes that are bound by memory: gather, combine, gradients of the
 pre-activation and of the bias.
 """
@@ -22,19 +24,20 @@ if TYPE_CHECKING:
 
 BY_COPIES = "asynchronous copies, as its rows are gathered"
 FROM_A_COPY = "TMA, from a copy in expert order"
+TO_SLOTS = "TMA in expert order, from where a pass takes each row to its slot"
 
 
 def supports(call: GroupedGemmCall) -> str | None:
-    """fp16 and bf16 in expert order, epilogues that have device code, and operands that tiles can be loaded of."""
+    """fp16 and bf16, epilogues that have device code, and operands that tiles can be loaded of."""
     if (call.config, call.d_x_config, call.d_weight_config) != (None, None, None):
         return NO_TILES
     reason = serves.refusal(call.backend, call.dtype, call.layout.num_rows, call.weight.shape[0])
     if reason is not None:
         return reason
-    if call.scatter:
-        return "it stores rows in expert order alone"
     if call.scale is not None:
         return "it has no place for a scale of its rows"
+    if call.scatter and call.backend is None:
+        return "its scatter, a pass after the product, has not been timed beside one that is fused"
     from anabranch._backends.triton import device, operand
     from anabranch.ops.grouped_gemm.backends.hopper import launch, plan
 
@@ -50,7 +53,9 @@ def loads(call: GroupedGemmCall) -> dict[str, str]:
     found = dict.fromkeys(("x", "weight", "out"), "TMA")
     if call.gather:
         found["x"] = BY_COPIES if launch.gatherable(call.x) else FROM_A_COPY
-    if call.out is not None and not launch.tiled(call.out):
+    if call.scatter:
+        found["out"] = TO_SLOTS
+    elif call.out is not None and not launch.tiled(call.out):
         found["out"] = "TMA, to be copied from there"
     if needs_grad(call.x, call.weight, call.bias) and not isinstance(call.epilogue, Identity):
         found["h"] = "TMA"
@@ -69,16 +74,23 @@ def padding(call: GroupedGemmCall) -> float | None:
 
 def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
     """Writes the output, and the rounded pre-activation if ``h`` is given."""
+    from anabranch._backends.triton.combine import combine
     from anabranch.ops.grouped_gemm.backends.hopper import launch, unused
 
     rows = launch.rows_of(call.layout)
     x, gathered = _inputs(call)
-    # Of strides that the accelerator cannot store by.
-    target = out if launch.tiled(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+    # In expert order, and of strides that the accelerator can store by.
+    direct = not call.scatter and launch.tiled(out)
+    target = out if direct else out.new_empty(call.layout.num_rows, out.shape[1])
     launch.gemm(
         x, call.weight_nk, rows, target, h=h, bias=call.bias, epilogue=call.epilogue, gathered=gathered
     )
-    unused.clear(target, rows.offsets, rows.row_to_slot)
+    if call.scatter:
+        in_order, target = target, out if out.stride(1) == 1 else out.new_empty(out.shape)
+        # A sum of one row for each slot, zero where it has none.
+        combine(in_order, call.layout.slot_to_row.reshape(-1, 1), None, target)
+    else:
+        unused.clear(target, rows.offsets, rows.row_to_slot)
     if target is not out:
         out.copy_(target)
 
@@ -95,7 +107,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, weight, bias and scale, of which there is none; None for those not needed."""
     from anabranch.ops.grouped_gemm.backends.hopper import launch
-    from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, TOKEN
+    from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, SLOT, TOKEN
     from anabranch.ops.grouped_gemm.backends.triton.launch import (
         bias_gradient,
         pre_activation_gradient,
@@ -104,9 +116,12 @@ def backward(
 
     need_x, need_weight, need_bias, _ = needs
     d_x = d_weight = d_bias = None
-    if h is not None:
-        d_z = torch.empty_like(h)
-        pre_activation_gradient(grad, h, None, call.layout, call.epilogue, grad_rows=ROW, d_z=d_z)
+    own = h is not None or call.scatter
+    if own:
+        d_z = grad.new_empty(call.layout.num_rows, call.weight_nk.shape[1])
+        pre_activation_gradient(
+            grad, h, None, call.layout, call.epilogue, grad_rows=SLOT if call.scatter else ROW, d_z=d_z
+        )
     else:
         # One that was expanded, as by sum, or starts anywhere cannot be loaded in tiles.
         d_z = grad if launch.tiled(grad) else grad.clone(memory_format=torch.contiguous_format)
@@ -121,7 +136,7 @@ def backward(
             a, b, rows, d_weight, a_gathered=gathered and a is x, b_gathered=gathered and b is x
         )
         # In rows without a slot a d_z of our own is zero, and so is what was gathered.
-        if h is None or not call.gather:
+        if not own or not call.gather:
             d_weight_nk = d_weight.mT if call.transpose_weight else d_weight
             x_rows = TOKEN if call.gather else ROW
             without_holes(d_z, call.x, call.layout, d_weight_nk, z_rows=ROW, x_rows=x_rows)
