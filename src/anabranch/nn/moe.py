@@ -43,9 +43,11 @@ class MoE(nn.Module):
         save: what the routed experts made here keep for the backward, ``"activations"`` or ``"inputs"``; see
             :class:`Experts`.
         backend: of the routed experts made here.
-        device: where the parameters made here live.
-        dtype: theirs; beside ``experts`` it must be that of the experts. A router that is handed over may have
-            another: its logits are fp32 in any case, and an fp32 router beside bf16 experts is usual.
+        device: where the parameters made here live; None is the default one, and for a shared expert that of
+            ``experts``.
+        dtype: theirs, a shared expert's always that of the experts; beside ``experts`` it must be theirs. A router
+            that is handed over may have another: its logits are fp32 in any case, and an fp32 router beside bf16
+            experts is usual.
 
     Raises:
         ArgumentError, ArgumentTypeError: a part of another kind or other sizes; ``save`` or ``backend`` beside
@@ -121,8 +123,8 @@ class MoE(nn.Module):
                 shared_intermediate_size,
                 activation=activation,
                 gate=shared_gate,
-                device=device,
-                dtype=dtype,
+                device=experts.gate_up.device if device is None else device,
+                dtype=experts.gate_up.dtype,
             )
         self.router, self.experts, self.shared = router, experts, shared
 

@@ -323,6 +323,13 @@ def test_options_of_what_is_made_beside_given_parts():
     assert routing.logits.dtype == torch.float32
 
 
+def test_a_shared_expert_is_as_the_experts_that_are_handed_over():
+    experts = Experts(E, H, INNER, dtype=torch.bfloat16)
+    module = MoE(H, INNER, E, K, experts=experts, shared_intermediate_size=8)
+    assert {p.dtype for p in module.shared.parameters()} == {torch.bfloat16}
+    assert module(torch.zeros(3, H, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_sizes_in_the_order_of_the_layer():
     rotated = Experts(H, INNER, E)
     hint = "Experts takes num_experts, hidden_size, intermediate_size in this order"
