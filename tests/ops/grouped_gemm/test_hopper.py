@@ -80,7 +80,7 @@ REFUSED = {
     "fp32": (dict(dtype=torch.float32), "its products are of float16 and bfloat16, not float32"),
     "scatter, unasked": (
         dict(scatter=True, backend=None, tokens=E * serves.FEWEST_ROWS // K),
-        "its scatter, a pass after the product, has not been timed beside one that is fused",
+        "no GPU has run its scatter yet, so it has to be asked for by name",
     ),
     "scale": (dict(scale=torch.zeros(T, K)), "it has no place for a scale of its rows"),
     "tiles": (dict(config=GroupedGemmConfig(64, 64, 64, 4, 3)), TILES),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,11 +15,6 @@ INT32_MAX = 2**31 - 1
 _HERE = nullcontext()
 # What the public function calls, once it has made sure that CUDA is initialised: so it is where there are tensors.
 _current_index = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
-def interpreting() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @cache
@@ -67,11 +61,6 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 def elsewhere(device: torch.device) -> bool:
     """Whether a GPU is not the current one."""
     return device.type == "cuda" and device.index != _current_index()
-
-
-def fits_int32(*values: Tensor | None) -> bool:
-    """Whether every element's offset from its tensor's start, in elements, is below 2**31."""
-    return all(operand.reach(operand.maybe(v)) <= INT32_MAX for v in values)
 
 
 def tma_refusal(value: Tensor, inner: int = -1) -> str | None:

@@ -24,7 +24,7 @@ def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
 def _schedule_kernel(
     offsets, tiles, num_experts, num_rows, size, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """Program e lists the tiles of expert e: tiles[0, i] = e, tiles[1, i] = first row; tiles[2, 0] = how many."""
+    """Program e lists the tiles of expert e; the last one, how many there are and how many rows have a slot."""
     expert = tl.program_id(0)
     all_experts = tl.arange(0, EXPERTS)
     inside = all_experts < num_experts
@@ -36,14 +36,19 @@ def _schedule_kernel(
     counts = (stops - starts + BLOCK_M - 1).to(tl.int64) // BLOCK_M
     first = tl.sum(tl.where(all_experts < expert, counts, 0))
     mine = tl.sum(tl.where(all_experts == expert, counts, 0))
-    row = tl.sum(tl.where(all_experts == expert, starts, 0))
+    start = tl.sum(tl.where(all_experts == expert, starts, 0))
+    stop = tl.sum(tl.where(all_experts == expert, stops, 0))
     mine = tl.minimum(mine, tl.maximum(size - first, 0)).to(tl.int32)
     for i in range(0, mine, STEP):
         tile = i + tl.arange(0, STEP)
-        tl.store(tiles + first + tile, expert + tile * 0, mask=tile < mine)
-        tl.store(tiles + size + first + tile, row + tile * BLOCK_M, mask=tile < mine)
+        keep = tile < mine
+        p = tiles + first + tile
+        tl.store(p, expert + tile * 0, mask=keep)
+        tl.store(p + size, start + tile * BLOCK_M, mask=keep)
+        tl.store(p + 2 * size, stop + tile * 0, mask=keep)
     if expert == num_experts - 1:
-        tl.store(tiles + 2 * size, tl.minimum(first + mine, size).to(tl.int32))
+        tl.store(tiles + 3 * size, tl.minimum(first + mine, size).to(tl.int32))
+        tl.store(tiles + 3 * size + 1, stop)
 
 
 class Schedule(NamedTuple):
@@ -53,8 +58,11 @@ class Schedule(NamedTuple):
     launch: Launch
 
     def of(self, offsets: Tensor) -> Tensor:
-        """(3, size) int32, built on the device: expert of each tile, its first row, and [2, 0] the number of tiles."""
-        tiles = offsets.new_empty(3, self.size, dtype=torch.int32)
+        """Built on the device, int32: each tile's expert, first row and expert's end; then how many, and rows used.
+
+        All that a kernel asks of a tile lies side by side in it, so that it waits for memory once.
+        """
+        tiles = offsets.new_empty(3 * self.size + 2, dtype=torch.int32)
         self.launch(offsets, tiles)
         return tiles
 

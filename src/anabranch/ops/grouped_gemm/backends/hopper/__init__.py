@@ -37,7 +37,7 @@ def supports(call: GroupedGemmCall) -> str | None:
     if call.scale is not None:
         return "it has no place for a scale of its rows"
     if call.scatter and call.backend is None:
-        return "its scatter, a pass after the product, has not been timed beside one that is fused"
+        return "no GPU has run its scatter yet, so it has to be asked for by name"
     from anabranch._backends.triton import device, operand
     from anabranch.ops.grouped_gemm.backends.hopper import launch, plan
 

@@ -7,11 +7,11 @@ from functools import cached_property
 
 from torch import Tensor
 
-from anabranch._backends.hopper.schedule import schedule
 from anabranch._backends.triton import device as on
 from anabranch._backends.triton import operand
 from anabranch._backends.triton.gather import gather_rows
 from anabranch._backends.triton.operand import tma_refusal
+from anabranch._backends.triton.schedule import schedule
 from anabranch.epilogues import Epilogue, Identity
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm.backends.hopper import plan
