@@ -59,7 +59,7 @@ SERVED = {
     "any bias": dict(bias=zeros(1).expand(E, N), activation="gpt_oss"),
     "any out": dict(out=zeros(T * K, N + 1)[:, 1:]),
     "part of a weight": dict(weight=zeros(E, N, 3 * H)[..., H : 2 * H]),
-    "scatter, by name": dict(scatter=True, activation="swiglu"),
+    "scatter": dict(scatter=True, activation="swiglu"),
     "few rows, by name": dict(tokens=1),
     "enough rows": dict(backend=None, tokens=E * serves.FEWEST_ROWS // K),
 }
@@ -78,10 +78,6 @@ def of_int64(layout):
 
 REFUSED = {
     "fp32": (dict(dtype=torch.float32), "its products are of float16 and bfloat16, not float32"),
-    "scatter, unasked": (
-        dict(scatter=True, backend=None, tokens=E * serves.FEWEST_ROWS // K),
-        "no GPU has run its scatter yet, so it has to be asked for by name",
-    ),
     "scale": (dict(scale=torch.zeros(T, K)), "it has no place for a scale of its rows"),
     "tiles": (dict(config=GroupedGemmConfig(64, 64, 64, 4, 3)), TILES),
     "heuristic": (dict(config="heuristic"), TILES),
@@ -128,8 +124,8 @@ def test_what_it_refuses_triton_serves():
         call = bind(backend=None, **options)
         return next(name for name in dispatch.ORDER if dispatch._refusal("grouped_gemm", call, name) is None)
 
-    assert chosen() == "hopper"
-    for options in (dict(tokens=8), dict(scatter=True), dict(hidden=60), dict(config="heuristic")):
+    assert chosen() == chosen(scatter=True) == "hopper"
+    for options in (dict(tokens=8), dict(hidden=60), dict(config="heuristic")):
         assert chosen(**options) == "triton"
 
 
@@ -143,7 +139,7 @@ def test_explains():
     assert found.loads == {"x": COPIES, "weight": "TMA", "out": "TMA", "h": "TMA"}
     assert found.padding == 1 - 20 / 64
     assert hopper.loads(bind(gather=True, hidden=72))["x"] == "TMA, from a copy in expert order"
-    assert hopper.loads(bind(scatter=True))["out"].startswith("TMA in expert order")
+    assert hopper.loads(bind(scatter=True))["out"] == "pointers, as its rows are scattered"
     assert hopper.loads(bind(out=zeros(T * K, N + 1)[:, 1:]))["out"] == "TMA, to be copied from there"
 
 
@@ -168,7 +164,7 @@ LAUNCHES = {
     "rows": ({}, FORWARD, ["_schedule_kernel", "product_kernel", "_clear_kernel", *WEIGHT]),
     "scatter": (
         dict(scatter=True),
-        ["_schedule_kernel", "product_kernel", "_combine_kernel"],
+        ["_schedule_kernel", "forward_kernel"],
         ["pre_activation_gradient_kernel", "_schedule_kernel", "product_kernel", "_clear_kernel", *WEIGHT],
     ),
     "gather": (

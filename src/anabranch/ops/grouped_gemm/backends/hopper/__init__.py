@@ -1,6 +1,6 @@
 """grouped_gemm on Hopper, in Gluon: warp-specialised products that gather on load, with a fused epilogue.
 
-A scatter is a pass of its own: rows leave in tiles.
+Rows leave in tiles, so the product of a scatter is plain Triton's, which stores row by row; its gradients are ours.
 
 What it refuses, plain Triton serves. Both share the passes that are bound by memory: gather, combine, gradients of the
 pre-activation and of the bias.
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 BY_COPIES = "asynchronous copies, as its rows are gathered"
 FROM_A_COPY = "TMA, from a copy in expert order"
-TO_SLOTS = "TMA in expert order, from where a pass takes each row to its slot"
 
 
 def supports(call: GroupedGemmCall) -> str | None:
@@ -36,8 +35,6 @@ def supports(call: GroupedGemmCall) -> str | None:
         return reason
     if call.scale is not None:
         return "it has no place for a scale of its rows"
-    if call.scatter and call.backend is None:
-        return "no GPU has run its scatter yet, so it has to be asked for by name"
     from anabranch._backends.triton import device, operand
     from anabranch.ops.grouped_gemm.backends.hopper import launch, plan
 
@@ -48,14 +45,15 @@ def supports(call: GroupedGemmCall) -> str | None:
 
 def loads(call: GroupedGemmCall) -> dict[str, str]:
     """How the forward loads and stores each operand."""
+    from anabranch.ops.grouped_gemm.backends import triton
     from anabranch.ops.grouped_gemm.backends.hopper import launch
 
+    if call.scatter:
+        return triton.loads(call)
     found = dict.fromkeys(("x", "weight", "out"), "TMA")
     if call.gather:
         found["x"] = BY_COPIES if launch.gatherable(call.x) else FROM_A_COPY
-    if call.scatter:
-        found["out"] = TO_SLOTS
-    elif call.out is not None and not launch.tiled(call.out):
+    if call.out is not None and not launch.tiled(call.out):
         found["out"] = "TMA, to be copied from there"
     if needs_grad(call.x, call.weight, call.bias) and not isinstance(call.epilogue, Identity):
         found["h"] = "TMA"
@@ -66,7 +64,10 @@ def padding(call: GroupedGemmCall) -> float | None:
     """Share of padding in the rows that the forward computes. Waits for the device."""
     from anabranch._backends.triton.explained import expert_rows
     from anabranch._backends.triton.explained import padding as share
+    from anabranch.ops.grouped_gemm.backends import triton
 
+    if call.scatter:
+        return triton.padding(call)
     assert call.layout.offsets is not None
     # Half tiles that an expert does not reach are skipped.
     return share([(expert_rows(call.layout.offsets, call.layout.num_rows), 64)])
@@ -74,23 +75,21 @@ def padding(call: GroupedGemmCall) -> float | None:
 
 def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:
     """Writes the output, and the rounded pre-activation if ``h`` is given."""
-    from anabranch._backends.triton.combine import combine
+    from anabranch.ops.grouped_gemm.backends import triton
     from anabranch.ops.grouped_gemm.backends.hopper import launch, unused
 
+    if call.scatter:
+        # Tiles in expert order and a pass that takes their rows to the slots would take longer.
+        triton.forward(call, out, h)
+        return
     rows = launch.rows_of(call.layout)
     x, gathered = _inputs(call)
     # In expert order, and of strides that the accelerator can store by.
-    direct = not call.scatter and launch.tiled(out)
-    target = out if direct else out.new_empty(call.layout.num_rows, out.shape[1])
+    target = out if launch.tiled(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
     launch.gemm(
         x, call.weight_nk, rows, target, h=h, bias=call.bias, epilogue=call.epilogue, gathered=gathered
     )
-    if call.scatter:
-        in_order, target = target, out if out.stride(1) == 1 else out.new_empty(out.shape)
-        # A sum of one row for each slot, zero where it has none.
-        combine(in_order, call.layout.slot_to_row.reshape(-1, 1), None, target)
-    else:
-        unused.clear(target, rows.offsets, rows.row_to_slot)
+    unused.clear(target, rows.offsets, rows.row_to_slot)
     if target is not out:
         out.copy_(target)
 
