@@ -3,7 +3,7 @@
 #   make demo      train and sample a small MoE language model    TEXT=file  STEPS=n
 #   make test      the tests that need no GPU                     JOBS=n     ARGS="-k rope"
 #   make test-gpu  every operation on a GPU                       JOBS=n     ARGS="-k rope"
-#   make sanitize  core cases under compute-sanitizer             JOBS=n     COMPUTE_SANITIZER=path
+#   make sanitize  core cases under compute-sanitizer             JOBS=n     LIMIT=seconds  COMPUTE_SANITIZER=path
 #   make check     lint, format, types, and the repository's rules
 #   make aot       compile the Triton kernels for GPUs that need not be here; registers, spills, shared memory; those in
 #                  Gluon with the newest Triton too

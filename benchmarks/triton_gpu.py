@@ -200,15 +200,16 @@ def layer(case: Case, kind: str) -> dict[str, float]:
 
 
 def bandwidth() -> Results:
-    """GB/s, bytes read once and written once, beside a device copy."""
+    """GB/s, bytes read once and written once, beside a large device copy and one of as many bytes."""
     big = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
     other = torch.empty_like(big)
     copy = 2 * big.numel() / graph_ms(lambda: other.copy_(big), 3) / 1e6
     results: Results = {"copy": {"GB/s": copy}}
 
     def note(name: str, size: int, run: Callable[[], object]) -> None:
-        speed = size / graph_ms(run) / 1e6
-        results[name] = {"GB/s": speed, "of copy": speed / copy}
+        speed, half = size / graph_ms(run) / 1e6, size // 2
+        alike = size / graph_ms(lambda: other[:half].copy_(big[:half])) / 1e6
+        results[name] = {"GB/s": speed, "of copy": speed / copy, "of a copy alike": speed / alike}
 
     for T, H, K, E in ((16384, 2048, 8, 128), (8192, 4096, 2, 8)):
         x, y, w = randn(T, H), randn(T * K, H), torch.rand(T, K, device=DEVICE)

@@ -334,13 +334,25 @@ def test_each_launch_is_on_the_stream_and_the_device_of_its_moment(triton_36, mo
         assert [given[3] for given in kernel.seen] == [stream] * 3
 
 
-def test_a_remembered_forward_routes_into_new_fields(triton_36, monkeypatch):
-    from anabranch._backends.triton.prepared import recorder
+def forward(make, topk=None):
+    """A moe_mlp like all others of here, remembered: the call, its output, and the fields of its layout."""
     from anabranch.epilogues import resolve
     from anabranch.ops.moe_mlp.backends.triton import remembered
     from anabranch.ops.moe_mlp.call import MoeMlpCall
     from anabranch.ops.route.autograd import topk_fake
     from anabranch.ops.route.call import Routing
+
+    x, up, down = torch.zeros(6, 8), torch.zeros(2, 8, 8), torch.zeros(2, 8, 4)
+    ids, weights, out = torch.zeros(6, 2, dtype=torch.int64), torch.zeros(6, 2), torch.zeros(6, 8)
+    options = None, None, resolve("test", "swiglu"), False, "concatenated", "output", "triton"
+    call = MoeMlpCall(x, up, down, weights, *options, expert_ids=ids)
+    return call, out, remembered.forward(make, call, out, None, Routing(topk or topk_fake, topk_fake))
+
+
+def test_a_remembered_forward_routes_into_new_fields(triton_36, monkeypatch):
+    from anabranch import tuning
+    from anabranch._backends.triton.prepared import recorder
+    from anabranch.ops.route.autograd import topk_fake
 
     kernel = Kernel(triton_36.launcher)
     route, rest, routed, recorded = described(kernel), described(kernel), [], []
@@ -357,17 +369,10 @@ def test_a_remembered_forward_routes_into_new_fields(triton_36, monkeypatch):
         rest(call.x, call.layout.slot_to_row, out)
         return []
 
-    def forward():
-        x, up, down = torch.zeros(6, 8), torch.zeros(2, 8, 8), torch.zeros(2, 8, 4)
-        ids, weights, out = torch.zeros(6, 2, dtype=torch.int64), torch.zeros(6, 2), torch.zeros(6, 8)
-        options = None, None, resolve("test", "swiglu"), False, "concatenated", "output", "triton"
-        call = MoeMlpCall(x, up, down, weights, *options, expert_ids=ids)
-        return call, out, remembered.forward(make, call, out, None, Routing(topk, topk_fake))
-
-    forward()
+    forward(make, topk)
     kernel.seen.clear()
     for _ in range(2):
-        call, out, fields = forward()
+        call, out, fields = forward(make, topk)
         first, second = kernel.seen[-2:]
         assert first == (
             *BEFORE, *expanded(call.expert_ids, 128, 64), *expanded(fields[2], 64, 64), fields[3].data_ptr(), 7, 16
@@ -379,7 +384,30 @@ def test_a_remembered_forward_routes_into_new_fields(triton_36, monkeypatch):
     assert len(routed) == 1
     assert len(kernel.asked) == 2
     # While tiles may be searched for, nothing is remembered, and nobody keeps the trials' tensors.
-    monkeypatch.setattr(remembered.tuning, "standing", lambda device: None)
-    forward()
+    monkeypatch.setattr(tuning, "standing", lambda device: None)
+    forward(make, topk)
     assert len(routed) == 2
     assert recorded == [True, False]
+
+
+@pytest.mark.parametrize("why", ["did more", "wrote elsewhere"])
+def test_a_forward_that_cannot_be_made_again_is_recorded_once(why, triton_36, monkeypatch):
+    from anabranch import tuning
+    from anabranch._backends.triton.prepared import recorder
+
+    kernel = Kernel(triton_36.launcher)
+    launch, recorded = described(kernel), []
+
+    def make(call, out, h):
+        recorded.append(recorder.recording is not None)
+        launch(call.x, call.layout.slot_to_row, out if why == "did more" else torch.zeros(6, 8))
+        return None if why == "did more" else []
+
+    for _ in range(3):
+        forward(make)
+    assert recorded == [True, False, False]
+    assert len(kernel.asked) + len(kernel.seen) == 3
+    # What the tuner found meanwhile may let it be.
+    monkeypatch.setattr(tuning, "standing", lambda device: "another")
+    forward(make)
+    assert recorded == [True, False, False, True]

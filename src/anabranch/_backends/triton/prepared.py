@@ -18,6 +18,7 @@ from triton.runtime import driver
 
 from anabranch._backends.triton import native
 from anabranch._backends.triton.device import current, elsewhere
+from anabranch._backends.triton.native import Describes, Native
 
 REMEMBERED = 1024
 """Launches of a kind that are remembered. Each size of a batch is one more."""
@@ -56,6 +57,9 @@ class Launch:
     multiples of 16 bytes (descriptors: in dtype and tile; tensors to be described: in sizes and strides too), as they
     do if it is kept by their :class:`~anabranch._backends.triton.operand.Operand`. Then what the first call compiled
     serves the others.
+
+    Attributes:
+        native: the launcher in C that launches it, once it is known.
     """
 
     __slots__ = (
@@ -64,12 +68,12 @@ class Launch:
         "_fixed",
         "_grid",
         "_kernel",
-        "_native",
         "_numbers",
         "_rest",
         "_run",
         "_stream",
         "_tiles",
+        "native",
     )
 
     def __init__(
@@ -83,18 +87,13 @@ class Launch:
         # Products and sums may contract into one instruction: so they do unasked up to Triton 3.9, not after.
         self._constants = {"enable_fp_fusion": True, **constants}
         self._run: Callable[..., Any] | None = None
-        self._native: native.Native | None = None
-        self._tiles: Mapping[int, native.Describes] = {}
+        self.native: Native | None = None
+        self._tiles: Mapping[int, Describes] = {}
 
-    def tiled(self, tiles: Mapping[int, native.Describes | None]) -> Launch:
+    def tiled(self, tiles: Mapping[int, Describes | None]) -> Launch:
         """Itself, made to describe the tensors in some places by tiles, a Triton kernel's or a Gluon kernel's."""
         self._tiles = {place: found for place, found in tiles.items() if found is not None}
         return self
-
-    @property
-    def native(self) -> native.Native | None:
-        """The launcher in C that launches it, once it is known."""
-        return self._native
 
     @property
     def hooked(self) -> bool:
@@ -112,9 +111,9 @@ class Launch:
         if self._run is None or self._kernel.pre_run_hooks or hooked():
             self.unprepared(*tensors)
             return
-        if self._native is not None:
+        if self.native is not None:
             addresses = [None if value is None else value.data_ptr() for value in tensors]
-            arguments: Sequence[Any] = self._native.arguments(addresses)
+            arguments: Sequence[Any] = self.native.arguments(addresses)
         else:
             arguments = self._described(tensors) if self._tiles else tensors
         if elsewhere(self._device):
@@ -140,7 +139,7 @@ class Launch:
         ):
             names = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
             self._rest = (*self._numbers, *(self._constants[name] for name in names))
-            self._native = known = native.of(found.run, self._tiles)
+            self.native = known = native.of(found.run, self._tiles)
             run, options = (found.run, ()) if known is None else (known.launch, known.options)
             # As Triton calls it: no metadata for hooks, no hook before, none after.
             self._fixed = (found.function, *options, found.packed_metadata, None, None, None)

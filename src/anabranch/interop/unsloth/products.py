@@ -49,16 +49,9 @@ def grouped_gemm_forward(
     call = operands.product(
         op, X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post
     )
+    tiling = BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, num_warps, num_stages, flatten
     wanted = KernelConfigForward(
-        BLOCK_SIZE_M,
-        BLOCK_SIZE_N,
-        BLOCK_SIZE_K,
-        num_warps,
-        num_stages,
-        flatten,
-        use_tma_store=use_tma_store,
-        use_tma_load_w=use_tma_load_w,
-        use_tma_load_x=use_tma_load_x,
+        *tiling, use_tma_store=use_tma_store, use_tma_load_w=use_tma_load_w, use_tma_load_x=use_tma_load_x
     )
     config = None if autotune else _tiles(op, wanted, call["x"], permute_x, permute_y)
     return api.grouped_gemm(**call, config=config)
@@ -99,16 +92,9 @@ def grouped_gemm_dX(  # noqa: N802 - the interface's name
     d_y = operands.rows(op, "dY", dY)
     # With one choice a token, a slot is a row of its own in token order.
     layout = operands.layout_of(op, d_y.shape[0], m_sizes, gather_indices, 1, permute_x, permute_y)
+    tiling = BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, num_warps, num_stages, flatten
     wanted = KernelConfigBackward_dX(
-        BLOCK_SIZE_M,
-        BLOCK_SIZE_N,
-        BLOCK_SIZE_K,
-        num_warps,
-        num_stages,
-        flatten,
-        use_tma_store=use_tma_store,
-        use_tma_load_dy=use_tma_load_dy,
-        use_tma_load_w=use_tma_load_w,
+        *tiling, use_tma_store=use_tma_store, use_tma_load_dy=use_tma_load_dy, use_tma_load_w=use_tma_load_w
     )
     config = None if autotune else _tiles(op, wanted, d_y, permute_x, permute_y)
     weight = operands.stacked(op, W, layout)
@@ -147,16 +133,9 @@ def grouped_gemm_dW(  # noqa: N802 - the interface's name
     operands.unweighted(op, fuse_mul_pre=fuse_mul_pre, fuse_mul_post=fuse_mul_post)
     d_y = operands.rows(op, "dY", dY)
     x, layout = operands.routed(op, X, m_sizes, topk, gather_indices, permute_x, permute_y)
+    tiling = BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K, num_warps, num_stages, flatten
     wanted = KernelConfigBackward_dW(
-        BLOCK_SIZE_M,
-        BLOCK_SIZE_N,
-        BLOCK_SIZE_K,
-        num_warps,
-        num_stages,
-        flatten,
-        use_tma_store=use_tma_store,
-        use_tma_load_dy=use_tma_load_dy,
-        use_tma_load_x=use_tma_load_x,
+        *tiling, use_tma_store=use_tma_store, use_tma_load_dy=use_tma_load_dy, use_tma_load_x=use_tma_load_x
     )
     config = None if autotune else _tiles(op, wanted, x, permute_x, permute_y)
     # Of the weight only its shape is used.

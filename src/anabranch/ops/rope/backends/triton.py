@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from math import gcd
 
 import torch
 import triton
@@ -25,64 +26,138 @@ HEADS = 8
 VECTORS = 16
 """Of 16 bytes that a thread has on their way before it writes the first."""
 
+VECTOR = 8
+"""Entries of a table, of 16 bits, in a load of 16 bytes."""
+
 SMALL = 2**25
 """Elements of q and k below which programs of half as many heads keep the multiprocessors busier."""
 
 
 @triton.jit
-def _entries(
-    p, m_s, stride_w, START: tl.constexpr, STOP: tl.constexpr, SECOND_START: tl.constexpr, SECOND_STOP: tl.constexpr,
-    PAIRS: tl.constexpr, FULL: tl.constexpr, ADJACENT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Two fp32 (BLOCK_S, BLOCK_P) tiles of a table, for pairs' first and second channels; p points to its rows."""
-    if FULL and ADJACENT:
-        o_w = tl.arange(0, 2 * BLOCK_P)
-        m_w = (o_w >= 2 * START) & (o_w < 2 * STOP)
-        both = tl.load(p[:, None] + (o_w * stride_w)[None, :], mask=m_s[:, None] & m_w[None, :], other=0.0)
-        first, second = tl.split(tl.reshape(both, [BLOCK_S, BLOCK_P, 2]))
-    else:
-        o_p = tl.arange(0, BLOCK_P)
-        mask = m_s[:, None] & ((o_p >= START) & (o_p < STOP))[None, :]
-        first = tl.load(p[:, None] + (o_p * stride_w)[None, :], mask=mask, other=0.0)
-        second = first
-        if FULL:
-            mask = m_s[:, None] & ((o_p >= SECOND_START) & (o_p < SECOND_STOP))[None, :]
-            second = tl.load(p[:, None] + ((o_p + PAIRS) * stride_w)[None, :], mask=mask, other=0.0)
-    return first.to(tl.float32), second.to(tl.float32)
+def _followed(o_p, FOLLOW: tl.constexpr, ROWS: tl.constexpr):
+    """Which of the tables' rows each pair follows; FOLLOW holds start, stop and step of each row's."""
+    row = tl.zeros_like(o_p)
+    for r in tl.static_range(1, ROWS):
+        since = o_p - FOLLOW[3 * r]
+        mine = (since >= 0) & (o_p < FOLLOW[3 * r + 1]) & (since % FOLLOW[3 * r + 2] == 0)
+        row = tl.where(mine, r, row)
+    return row
 
 
 @triton.jit
-def _row(
-    cos, sin, positions, token, batch, m_s, entries, row, START: tl.constexpr, STOP: tl.constexpr,
-    SECOND_START: tl.constexpr, SECOND_STOP: tl.constexpr,
-    stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
-    stride_pr, stride_pb, stride_ps,
-    PAIRS: tl.constexpr, FULL: tl.constexpr, ADJACENT: tl.constexpr, INDEXED: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
+def _place(
+    positions, token, batch, m_s, entries, row, stride_pr, stride_pb, stride_ps,
+    INDEXED: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """What one row of the tables says of BLOCK_S tokens, and which of them it holds for, (BLOCK_S, 1)."""
-    at = token + tl.arange(0, BLOCK_S)
+    """(BLOCK_S, 1): where tokens' entries are in a row of the tables, and whether there is one."""
+    place = token + tl.arange(0, BLOCK_S)
     live = m_s
     if INDEXED:
-        at = tl.load(positions + (row * stride_pr + batch * stride_pb) + at * stride_ps, mask=m_s, other=0)
-        live = m_s & (at >= 0) & (at < entries)
-        at = tl.where(live, at, 0).to(tl.int64)
-    p_c = cos + (row * stride_cr + batch * stride_cb) + at * stride_cs
-    p_s = sin + (row * stride_sr + batch * stride_sb) + at * stride_ss
-    cos_a, cos_b = _entries(
-        p_c, live, stride_cw, START, STOP, SECOND_START, SECOND_STOP, PAIRS, FULL, ADJACENT, BLOCK_S, BLOCK_P
-    )
-    sin_a, sin_b = _entries(
-        p_s, live, stride_sw, START, STOP, SECOND_START, SECOND_STOP, PAIRS, FULL, ADJACENT, BLOCK_S, BLOCK_P
-    )
-    return cos_a, cos_b, sin_a, sin_b, live[:, None]
+        p = positions + (row * stride_pr + batch * stride_pb) + place * stride_ps
+        place = tl.load(p, mask=m_s, other=0)
+        live = m_s & (place >= 0) & (place < entries)
+        place = tl.where(live, place, 0).to(tl.int64)
+    return place[:, None], live[:, None]
 
 
 @triton.jit
-def _follows(o_p, START: tl.constexpr, STOP: tl.constexpr, STEP: tl.constexpr):
-    """(1, BLOCK_P): which pairs are those from START to STOP, every STEP-th."""
-    since = o_p - START
-    return ((since >= 0) & (o_p < STOP) & (since % STEP == 0))[None, :]
+def _entries(
+    cos, sin, positions, token, batch, m_s, entries, columns, row, STOP: tl.constexpr,
+    stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
+    stride_pr, stride_pb, stride_ps,
+    INDEXED: tl.constexpr, ROWS: tl.constexpr, ALIKE: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """fp32 tiles of both tables for columns below STOP that follow a row each, and which of them have entries.
+
+    ALIKE columns, or a multiple, are side by side and follow the same row, so that they are one load. If that is one,
+    columns are read from every row, which takes the same sectors, and then chosen.
+    """
+    m_w = (columns < STOP)[None, :]
+    mine = row[None, :]
+    place, live = _place(
+        positions, token, batch, m_s, entries, 0, stride_pr, stride_pb, stride_ps, INDEXED, BLOCK_S
+    )
+    p_c = cos + batch * stride_cb
+    p_s = sin + batch * stride_sb
+    if ALIKE > 1:
+        if INDEXED:
+            for r in tl.static_range(1, ROWS):
+                other, inside = _place(
+                    positions,
+                    token,
+                    batch,
+                    m_s,
+                    entries,
+                    r,
+                    stride_pr,
+                    stride_pb,
+                    stride_ps,
+                    INDEXED,
+                    BLOCK_S,
+                )
+                place, live = tl.where(mine == r, other, place), tl.where(mine == r, inside, live)
+        wide = mine.to(tl.int64)
+        at_c = place * stride_cs + (wide * stride_cr + columns[None, :] * stride_cw)
+        at_s = place * stride_ss + (wide * stride_sr + columns[None, :] * stride_sw)
+        at_c = tl.max_contiguous(tl.multiple_of(at_c, [1, ALIKE]), [1, ALIKE])
+        at_s = tl.max_contiguous(tl.multiple_of(at_s, [1, ALIKE]), [1, ALIKE])
+        c = tl.load(p_c + at_c, mask=live & m_w, other=0.0).to(tl.float32)
+        s = tl.load(p_s + at_s, mask=live & m_w, other=0.0).to(tl.float32)
+    else:
+        o_c, o_s = (columns * stride_cw)[None, :], (columns * stride_sw)[None, :]
+        c = tl.load(p_c + place * stride_cs + o_c, mask=live & m_w, other=0.0).to(tl.float32)
+        s = tl.load(p_s + place * stride_ss + o_s, mask=live & m_w, other=0.0).to(tl.float32)
+        for r in tl.static_range(1, ROWS):
+            place, inside = _place(
+                positions, token, batch, m_s, entries, r, stride_pr, stride_pb, stride_ps, INDEXED, BLOCK_S
+            )
+            p_c += stride_cr
+            p_s += stride_sr
+            c_r = tl.load(p_c + place * stride_cs + o_c, mask=inside & m_w, other=0.0).to(tl.float32)
+            s_r = tl.load(p_s + place * stride_ss + o_s, mask=inside & m_w, other=0.0).to(tl.float32)
+            c, s, live = (
+                tl.where(mine == r, c_r, c),
+                tl.where(mine == r, s_r, s),
+                tl.where(mine == r, inside, live),
+            )
+    return c, s, live
+
+
+@triton.jit
+def _tables(
+    cos, sin, positions, token, batch, m_s, entries,
+    stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
+    stride_pr, stride_pb, stride_ps,
+    PAIRS: tl.constexpr, FULL: tl.constexpr, ADJACENT: tl.constexpr, INDEXED: tl.constexpr, ROWS: tl.constexpr,
+    SECTIONS: tl.constexpr, SECOND: tl.constexpr, ALIKE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Cosines of BLOCK_S tokens for pairs' first and second channels, sines, and which pairs have them."""
+    o_p = tl.arange(0, BLOCK_P)
+    if FULL and ADJACENT:
+        o_w = tl.arange(0, 2 * BLOCK_P)
+        c, s, live = _entries(
+            cos, sin, positions, token, batch, m_s, entries, o_w, _followed(o_w // 2, SECTIONS, ROWS), 2 * PAIRS,
+            stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
+            stride_pr, stride_pb, stride_ps, INDEXED, ROWS, ALIKE, BLOCK_S,
+        )  # fmt: skip
+        cos_a, cos_b = tl.split(tl.reshape(c, [BLOCK_S, BLOCK_P, 2]))
+        sin_a, sin_b = tl.split(tl.reshape(s, [BLOCK_S, BLOCK_P, 2]))
+        live = tl.broadcast_to(live, [BLOCK_S, 2 * BLOCK_P])
+        inside, _ = tl.split(tl.reshape(live, [BLOCK_S, BLOCK_P, 2]))
+    else:
+        cos_a, sin_a, inside = _entries(
+            cos, sin, positions, token, batch, m_s, entries, o_p, _followed(o_p, SECTIONS, ROWS), PAIRS,
+            stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
+            stride_pr, stride_pb, stride_ps, INDEXED, ROWS, ALIKE, BLOCK_S,
+        )  # fmt: skip
+        cos_b, sin_b = cos_a, sin_a
+        if FULL:
+            cos_b, sin_b, _ = _entries(
+                cos, sin, positions, token, batch, m_s, entries, o_p + PAIRS, _followed(o_p, SECOND, ROWS), 2 * PAIRS,
+                stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
+                stride_pr, stride_pb, stride_ps, INDEXED, ROWS, ALIKE, BLOCK_S,
+            )  # fmt: skip
+    return cos_a, cos_b, sin_a, sin_b, inside
 
 
 @triton.jit
@@ -152,7 +227,8 @@ def rope_kernel(
     stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
     stride_pr, stride_pb, stride_ps,
     D: tl.constexpr, PAIRS: tl.constexpr, FULL: tl.constexpr, ADJACENT: tl.constexpr, INDEXED: tl.constexpr,
-    ROWS: tl.constexpr, SECTIONS: tl.constexpr, SECOND: tl.constexpr, TRANSPOSE: tl.constexpr, COPY_REST: tl.constexpr,
+    ROWS: tl.constexpr, SECTIONS: tl.constexpr, SECOND: tl.constexpr, ALIKE: tl.constexpr,
+    TRANSPOSE: tl.constexpr, COPY_REST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Strides end in what they step over: b batch, h head, s token, d channel, r row, w column of a table.
@@ -169,27 +245,13 @@ def rope_kernel(
     token = tl.cast(tile % blocks, tl.int64) * BLOCK_S
     o_s = token + tl.arange(0, BLOCK_S)
     m_s = o_s < tokens
-    o_p = tl.arange(0, BLOCK_P)
 
-    cos_a, cos_b, sin_a, sin_b, inside = _row(
-        cos, sin, positions, token, batch, m_s, entries, 0, SECTIONS[0], SECTIONS[1], SECOND[0], SECOND[1],
+    cos_a, cos_b, sin_a, sin_b, inside = _tables(
+        cos, sin, positions, token, batch, m_s, entries,
         stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
-        stride_pr, stride_pb, stride_ps, PAIRS, FULL, ADJACENT, INDEXED, BLOCK_S, BLOCK_P,
+        stride_pr, stride_pb, stride_ps,
+        PAIRS, FULL, ADJACENT, INDEXED, ROWS, SECTIONS, SECOND, ALIKE, BLOCK_S, BLOCK_P,
     )  # fmt: skip
-    for row in tl.static_range(1, ROWS):
-        c_a, c_b, s_a, s_b, live = _row(
-            cos, sin, positions, token, batch, m_s, entries, row,
-            # Scattered columns come with whole sectors anyway: read as vectors, then choose.
-            SECTIONS[3 * row] if SECTIONS[3 * row + 2] == 1 else 0, SECTIONS[3 * row + 1],
-            SECOND[3 * row] if SECOND[3 * row + 2] == 1 else 0, SECOND[3 * row + 1],
-            stride_cr, stride_cb, stride_cs, stride_cw, stride_sr, stride_sb, stride_ss, stride_sw,
-            stride_pr, stride_pb, stride_ps, PAIRS, FULL, ADJACENT, INDEXED, BLOCK_S, BLOCK_P,
-        )  # fmt: skip
-        mine = _follows(o_p, SECTIONS[3 * row], SECTIONS[3 * row + 1], SECTIONS[3 * row + 2])
-        other = _follows(o_p, SECOND[3 * row], SECOND[3 * row + 1], SECOND[3 * row + 2])
-        cos_a, cos_b = tl.where(mine, c_a, cos_a), tl.where(other, c_b, cos_b)
-        sin_a, sin_b = tl.where(mine, s_a, sin_a), tl.where(other, s_b, sin_b)
-        inside = tl.where(mine, live, inside)
     if TRANSPOSE:
         upper, lower = sin_b, -sin_a
     else:
@@ -235,14 +297,16 @@ def rotate(call: RopeCall, q_out: Tensor, k_out: Tensor | None) -> None:
     near = all((block_s - 1) * s + (channels - 1) * d <= on.INT32_MAX for _, _, s, d in strides)
     places = (0, 0, 0) if positions is None else _table_strides(positions, 1)
     sections = tuple(call.sections)
+    cos_strides, sin_strides = _table_strides(cos, 2), _table_strides(sin, 2)
     launch(
         call.device, rope_kernel, (batches * blocks * (-(-q_heads // heads) - (-k_heads // heads)),),
         (q, k, q_out, k_out, cos, sin, positions), tokens, blocks, q_heads, k_heads, cos.shape[0],
         *strides[0], *strides[1], *strides[2], *strides[3],
-        *_table_strides(cos, 2), *_table_strides(sin, 2), *places,
+        *cos_strides, *sin_strides, *places,
         D=channels, PAIRS=pairs, FULL=cos.shape[-1] != pairs, ADJACENT=call.pairing == "adjacent",
         INDEXED=positions is not None, ROWS=3 if call.sections else 1,
         SECTIONS=_sections(sections, call.order, pairs, False), SECOND=_sections(sections, call.order, pairs, True),
+        ALIKE=_alike(sections, call.order, pairs, cos_strides, sin_strides),
         TRANSPOSE=call.transpose, COPY_REST=rest > 0,
         HEADS=heads, BLOCK_S=block_s, BLOCK_P=block_p, OFFSET=tl.int32 if near else tl.int64, num_warps=num_warps,
     )  # fmt: skip
@@ -291,3 +355,25 @@ def _sections(sections: Sequence[int], order: str, pairs: int, second: bool) -> 
         return 0, pairs, 1
     bounds = (follow.indices(pairs) for _, follow in columns(sections, order, second=second))
     return tuple(number for bound in bounds for number in bound)
+
+
+def _alike(
+    sections: Sequence[int], order: str, pairs: int, cos_strides: Sequence[int], sin_strides: Sequence[int]
+) -> int:
+    """How many entries of the tables, or a multiple, can always be loaded as one: side by side, in the same row."""
+    (c_row, _, c_token, c_column), (s_row, _, s_token, s_column) = cos_strides, sin_strides
+    if c_column != 1 or s_column != 1:
+        return 1
+    return gcd(_shortest(tuple(sections), order, pairs), c_row, c_token, s_row, s_token)
+
+
+@cache
+def _shortest(sections: Sequence[int], order: str, pairs: int) -> int:
+    """The greatest power of two up to VECTOR that all stretches of columns that follow one row are multiples of."""
+    bounds = [_sections(sections, order, pairs, second) for second in (False, True)]
+    numbers = [number for bound in bounds for i, number in enumerate(bound) if i % 3 < 2]
+    return (
+        gcd(VECTOR, pairs, *numbers)
+        if all(bound[i] == 1 for bound in bounds for i in range(2, len(bound), 3))
+        else 1
+    )

@@ -186,11 +186,13 @@ def backward(
         if need_x:
             d_x = torch.empty_like(call.x, memory_format=torch.contiguous_format)
             combine(rows, layout.slot_to_row, None if on_output else call.expert_weights, d_x)
+        del rows
     if need_gate_up:
         assert d_h is not None
         d_gate_up = torch.empty_like(call.gate_up, memory_format=torch.contiguous_format)
         x = gather_rows(call.x, layout, None if on_output else call.expert_weights)
         weight_gradient(d_h, x, layout, _nk(call, d_gate_up), z_rows=ROW, x_rows=ROW)
+        del x
     if need_down:
         d_down = torch.empty_like(call.down, memory_format=torch.contiguous_format)
         weight_gradient(d_rows, a, layout, _nk(call, d_down), z_rows=ROW, x_rows=ROW)

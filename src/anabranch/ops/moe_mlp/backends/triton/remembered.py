@@ -20,10 +20,10 @@ Forward = Callable[[MoeMlpCall, Tensor, "Tensor | None"], "Sequence[Tensor] | No
 
 
 @lru_cache(REMEMBERED)
-def _remembered(*facts: Any) -> list[tuple[object, bool, replay.Replay]]:
-    """For forwards that look alike, one entry or none: what the tuner stood by, whether the launches route too, and
-    the launches."""
-    return []
+def _remembered(*facts: Any) -> list[tuple[object, bool, replay.Replay | None]]:
+    """Of forwards that look alike, one entry: what the tuner stood by when one was recorded, whether its launches
+    route too, and the launches; None in their place if they cannot be made again."""
+    return [(None, False, None)]
 
 
 def forward(make: Forward, call: MoeMlpCall, out: Tensor, h: Tensor | None, routing: Routing) -> Fields:
@@ -45,16 +45,18 @@ def forward(make: Forward, call: MoeMlpCall, out: Tensor, h: Tensor | None, rout
         h is None, call.epilogue, call.transpose_weight, call.gate_layout, call.weight_on,
     )  # fmt: skip
     given = (call.x, call.gate_up, call.down, ids, call.expert_weights, call.gate_up_bias, call.down_bias)
-    for stood, routes, found in memory:
-        if stood is standing:
-            fields = routing.empty(ids, experts) if routes else routing.topk(ids, experts)
-            found.run((*given, out, h, *fields))
-            return fields
-    with replay.recording() as recorded:
+    stood, routes, found = memory[0]
+    if stood is not standing:
+        with replay.recording() as recorded:
+            fields = routing.topk(ids, experts)
+            routes = bool(recorded.steps)
+            temporaries = make(call.routed(fields), out, h)
+        made = None if temporaries is None else replay.of(recorded, given, (out, h, *fields), temporaries)
+        memory[0] = standing, routes, made
+    elif found is None:
         fields = routing.topk(ids, experts)
-        routes = bool(recorded.steps)
-        temporaries = make(call.routed(fields), out, h)
-    if temporaries is not None:
-        made = replay.of(recorded, given, (out, h, *fields), temporaries)
-        memory[:] = [] if made is None else [(standing, routes, made)]
+        make(call.routed(fields), out, h)
+    else:
+        fields = routing.empty(ids, experts) if routes else routing.topk(ids, experts)
+        found.run((*given, out, h, *fields))
     return fields
