@@ -25,6 +25,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministi
 import hypothesis
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch.errors import UnsupportedError
 from anabranch.testing import on, usable_backends
@@ -51,7 +52,8 @@ def _poison(tensor):
     # Fake and functional tensors are subclasses; they have nothing to fill.
     if type(tensor) is not torch.Tensor or tensor.is_meta:
         return
-    with torch.no_grad():
+    # Who watches operations, as a recording of a call does, shall not see these.
+    with torch.no_grad(), _disable_current_modes():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
         elif tensor.dtype is torch.bool:

@@ -89,3 +89,20 @@ def test_another_file_is_not_overwritten(run, gpu, tmp_path):
     assert result.exit_code == 1
     assert "is there and is no table of results" in result.stderr
     assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("op", tune.OPS)
+def test_a_layer_runs_with_what_serves_it_and_with_triton(op, monkeypatch):
+    from anabranch.ops.moe_mlp.cases import Case
+
+    backends, original = [], getattr(tune.anabranch, op)
+
+    def noted(*arguments, backend, **options):
+        backends.append((backend, torch.is_grad_enabled()))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(tune.anabranch, op, noted)
+    tune.run_case(op, Case(12, 16, 24, 4, 2), torch.float32, torch.device("cpu"))
+    each = 1 if op == "moe_mlp" else 2
+    expected = [(None, False), (None, True), ("triton", False), ("triton", True)]
+    assert backends == [run for run in expected for _ in range(each)]

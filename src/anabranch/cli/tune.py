@@ -29,6 +29,8 @@ from anabranch.tuning.spec import to_text
 OPS = ("moe_mlp", "grouped_gemm")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LETTERS = "T,H,I,E,K"
+BACKENDS = (None, "triton")
+"""Whose products are tuned: those of the backend that serves a layer unasked, and Triton's, which serves the rest."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,10 @@ def read_table(path: Path | None) -> dict[str, Mapping[str, Any]]:
 
 
 def run_case(op: str, case: Case, dtype: torch.dtype, device: torch.device) -> None:
-    """Inference and a training step: each product they launch is tuned at its first launch."""
+    """Inference and a training step: each product they launch is tuned at its first launch.
+
+    A backend that comes again, as Triton where nothing is before it, finds its products tuned.
+    """
     T, H, I, E, K = case.tokens, case.hidden, case.intermediate, case.experts, case.top_k  # noqa: E741
     generator = torch.Generator(device).manual_seed(0)
 
@@ -130,16 +135,17 @@ def run_case(op: str, case: Case, dtype: torch.dtype, device: torch.device) -> N
     ids = torch.rand(T, E, device=device, generator=generator).topk(K).indices
     layout = anabranch.ExpertLayout.from_topk(ids, E)
 
-    def run() -> Tensor:
+    def run(backend: str | None) -> Tensor:
         if op == "moe_mlp":
-            return anabranch.moe_mlp(x, up, down, ids, weights, backend="triton")
-        a = anabranch.grouped_gemm(x, up, layout, gather=True, activation=case.activation, backend="triton")
-        return anabranch.grouped_gemm(a, down, layout, scatter=True, scale=weights, backend="triton")
+            return anabranch.moe_mlp(x, up, down, ids, weights, backend=backend)
+        a = anabranch.grouped_gemm(x, up, layout, gather=True, activation=case.activation, backend=backend)
+        return anabranch.grouped_gemm(a, down, layout, scatter=True, scale=weights, backend=backend)
 
-    with torch.no_grad():
-        run()
-    out = run()
-    out.backward(torch.randn(out.shape, dtype=dtype, device=device, generator=generator))
+    for backend in BACKENDS:
+        with torch.no_grad():
+            run(backend)
+        out = run(backend)
+        out.backward(torch.randn(out.shape, dtype=dtype, device=device, generator=generator))
 
 
 @contextmanager

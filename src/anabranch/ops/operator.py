@@ -8,8 +8,13 @@ derivatives of torch.func, such as torch.func.grad.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from operator import itemgetter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.autograd.graph import increment_version
 
 from anabranch.errors import UnsupportedError
+from anabranch.tuning.environment import variable
 
 NAMESPACE = "anabranch"
 
@@ -37,26 +43,30 @@ def define(
     *,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     differentiate: Callable[..., Sequence[Tensor | None]] | None = None,
+    by: Callable[..., Hashable] | None = None,
 ) -> Any:
     """Defines ``torch.ops.anabranch.<name>`` and returns it. A module imported anew replaces its operators.
 
     Args:
         name: the operator's.
         schema: its arguments, all positional and without defaults, and its results, which alias nothing.
-        kernel: computes the results, on any device. torch.compile does not look inside.
+        kernel: computes the results, on any device. torch.compile does not look inside. On a GPU, where all that it
+            did for a call were launches, these alone are made for calls like that one; so unless it reads them,
+            nothing may depend on what its tensors hold, nor on where they are but for the distance from a multiple of
+            16 bytes. Mutating ones are called every time.
         fake: allocates the results alone.
         save: ``save(ctx, args, results)`` keeps what the gradient needs.
         differentiate: ``differentiate(ctx, *grads)`` takes a gradient or None for every tensor among the results
             and returns one for every tensor among the arguments, of which Nones at the end may be left out. An
             optional tensor counts always and a list's members count one by one; ``ctx.needs_input_grad`` is in
             the same order. None if the operator has no gradient.
+        by: what the kernel decides by that is neither among its arguments nor the same in the whole process.
     """
     library = get_library_allowing_overwrite(NAMESPACE, name)
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
-    if operator._schema.is_mutable:
-        kernel = _counting_versions(operator, kernel)
-    kernel = _skipped(kernel)
+    known = _counting_versions if operator._schema.is_mutable else _remembering
+    kernel = _skipped(known(operator, kernel, by))
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     if differentiate is not None:
@@ -77,23 +87,61 @@ def _skipped(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def _counting_versions(operator: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _remembering(
+    operator: Any, kernel: Callable[..., Any], by: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The kernel, or the launches that it made for a call like this one."""
+    types = [str(argument.type) for argument in operator._schema.arguments]
+    places = [i for i, kind in enumerate(types) if "Tensor" in kind]
+    lists = [i for i, kind in enumerate(types) if "List" in kind]
+    tensors_of = _members(places, types)
+    scalars_of = _members([i for i in range(len(types)) if i not in places and i not in lists], types)
+
+    def run(*args: Any) -> Any:
+        tensors = tensors_of(args)
+        if not tensors or tensors[0] is None or not _launches(tensors[0].device.type):
+            return kernel(*args)
+        known = _triton()
+        if known is None:
+            return kernel(*args)
+        decides = scalars_of(args)
+        if lists:
+            decides = (*decides, *[len(args[i]) if i in places else (*args[i],) for i in lists])
+        return known.results(kernel, args, tensors, decides if by is None else (*decides, by(*args)))
+
+    return run
+
+
+def _launches(device: str) -> bool:
+    """Whether kernels of Triton run there."""
+    return device == "cuda" or (device == "cpu" and variable("TRITON_INTERPRET") == "1")
+
+
+@cache
+def _triton() -> ModuleType | None:
+    """What remembers the calls that Triton's kernels serve, or None without Triton."""
+    found = importlib.util.find_spec("triton")
+    return importlib.import_module("anabranch._backends.triton.remembered") if found else None
+
+
+def _counting_versions(operator: Any, kernel: Callable[..., Any], by: Any) -> Callable[..., Any]:
     """The kernel, which then tells autograd of the tensors that it wrote to."""
     arguments = operator._schema.arguments
     written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
+    tensors_of = _members(written, [str(argument.type) for argument in arguments])
 
     def count(*args: Any) -> None:
         kernel(*args)
-        increment_version([tensor for tensor in _flat(args, written) if tensor is not None])
+        increment_version([tensor for tensor in tensors_of(args) if tensor is not None])
 
     return count
 
 
 def _differentiable(operator: Any, kernel: Any, save: Any, differentiate: Any) -> Callable[..., Any]:
     """The operator's kernel for autograd: a node where a gradient is needed, and else what lies below."""
-    arguments, returns = operator._schema.arguments, operator._schema.returns
-    places = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
-    returns_list = str(returns[0].type) == "List[Tensor]"
+    types = [str(argument.type) for argument in operator._schema.arguments]
+    tensors_of = _members([i for i, kind in enumerate(types) if "Tensor" in kind], types)
+    returns_list = str(operator._schema.returns[0].type) == "List[Tensor]"
 
     def below(keyset: Any, args: tuple[Any, ...]) -> Any:
         left = keyset & _C._after_autograd_keyset
@@ -115,6 +163,8 @@ def _differentiable(operator: Any, kernel: Any, save: Any, differentiate: Any) -
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     node: Any = type(operator._opname, (torch.autograd.Function,), methods)
+    # What Function.apply comes to without torch.func's transforms, having looked at every argument for traces of them.
+    apply = super(torch.autograd.Function, node).apply
 
     def run(keyset: Any, *args: Any) -> Any:
         if not (torch.is_grad_enabled() and _C._any_requires_grad(*args)):
@@ -126,18 +176,25 @@ def _differentiable(operator: Any, kernel: Any, save: Any, differentiate: Any) -
                 expected='torch.autograd.grad (backend="reference" has the transforms of torch.func)',
                 got="torch.func.grad or another derivative of that kind",
             )
-        results = node.apply(*_flat(args, places), keyset, args)
+        results = apply(*tensors_of(args), keyset, args)
         return list(results) if returns_list else results
 
     return _skipped(run)
 
 
-def _flat(args: tuple[Any, ...], places: Sequence[int]) -> list[Any]:
-    """The arguments at some places, each list among them member by member."""
-    found: list[Any] = []
-    for i in places:
-        if isinstance(args[i], list):
-            found += args[i]
-        else:
-            found.append(args[i])
-    return found
+def _members(places: Sequence[int], types: Sequence[str]) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
+    """What picks the arguments at some places, each list among them member by member."""
+    lists = {i for i in places if "List" in types[i]}
+    if not lists and len(places) > 1:
+        return itemgetter(*places)
+
+    def pick(args: tuple[Any, ...]) -> Sequence[Any]:
+        found: list[Any] = []
+        for i in places:
+            if i in lists:
+                found += args[i]
+            else:
+                found.append(args[i])
+        return found
+
+    return pick

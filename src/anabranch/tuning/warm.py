@@ -1,4 +1,8 @@
-"""Compiling candidates ahead of their check, on all the processor's cores: that is most of what a search takes."""
+"""Compiling candidates ahead of their check, on all the processor's cores: that is most of what a search takes.
+
+Threads, not processes: a CUDA context does not survive a fork. Of a Triton or Gluon kernel, compilers and assembler run
+at once; what reads the kernel is Python, a third of it, for which threads take turns.
+"""
 
 from __future__ import annotations
 

@@ -58,8 +58,11 @@ def test_hopper_gets_the_measured_tiles(dtype):
 
 
 def test_few_rows_get_flat_tiles():
-    heights = [tiles.heuristic(n, torch.bfloat16, 232_448).block_m for n in (0.5, 16, 17, 48, 49, 96, 97)]
-    assert heights == [16, 16, 32, 32, 64, 64, 128]
+    def heights(kind, *rows):
+        return [tiles.heuristic(n, torch.bfloat16, 232_448, kind).block_m for n in rows]
+
+    assert heights(tiles.FORWARD, 0.5, 12, 13, 56, 57) == [16, 16, 64, 64, 128]
+    assert heights(tiles.GATED, 0.5, 16, 17, 28, 29, 56, 57) == [16, 16, 32, 32, 64, 64, 128]
 
 
 @pytest.mark.parametrize(

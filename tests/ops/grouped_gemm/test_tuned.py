@@ -216,10 +216,10 @@ def test_keys_of_many_token_counts_are_few():
 
 @with_triton
 def test_memory_like_the_calls_own():
-    from anabranch.ops.grouped_gemm.backends.triton.tuned import _like
+    from anabranch.ops.grouped_gemm.backends.triton.tuned import like
 
     value = torch.zeros(9, 40, dtype=torch.float16)[:, 3:19]
-    copy = _like(value)
+    copy = like(value)
     assert copy.stride() == value.stride()
     assert copy.data_ptr() % 16 == value.data_ptr() % 16
     assert copy.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()

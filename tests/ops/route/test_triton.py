@@ -18,8 +18,8 @@ pytestmark = [
 ]
 FIELDS = ("counts", "offsets", "row_to_slot", "slot_to_row")
 BEYOND = (-1, -(2**31), -(2**62), 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1, -(2**63))
-# How few slots are compared with each other, how few counts are added up by every block.
-PATHS = {"compared": (8192, 65536), "two_launches": (0, 65536), "three_launches": (0, 0)}
+# How few slots are compared with each other, in how few steps counts are added up by every block.
+PATHS = {"compared": (4096, 0), "two_launches": (0, 100), "three_launches": (0, 0)}
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def kernels():
 
 @pytest.fixture(params=PATHS)
 def path(request, kernels, monkeypatch):
-    few_slots, few_counts = PATHS[request.param]
+    few_slots, few_steps = PATHS[request.param]
     monkeypatch.setattr(kernels, "FEW_SLOTS", few_slots)
-    monkeypatch.setattr(kernels, "FEW_COUNTS", few_counts)
+    monkeypatch.setattr(kernels, "FEW_STEPS", few_steps)
     monkeypatch.setattr(kernels, "BLOCK", 64)
 
 
@@ -82,11 +82,28 @@ def test_topk_of_any_memory_layout(path, kernels, layout):
 
 
 @runs
-@pytest.mark.parametrize("few_counts", [65536, 0], ids=["two_launches", "three_launches"])
-def test_topk_of_more_blocks_than_one_step_adds_up(kernels, monkeypatch, few_counts):
-    for name, value in (("FEW_SLOTS", 0), ("FEW_COUNTS", few_counts), ("BLOCK", 4), ("SCAN", 64)):
+@pytest.mark.parametrize(("few_steps", "T", "E"), [(0, 90, 1500), (100, 9, 70_000)])
+def test_topk_of_many_experts_in_larger_blocks(kernels, monkeypatch, few_steps, T, E):
+    for name, value in (("FEW_SLOTS", 0), ("FEW_STEPS", few_steps), ("BLOCK", 32), ("STEP", (8, 4096))):
         monkeypatch.setattr(kernels, name, value)
-    ids = routing(173, 3, 6, "duplicates", dropped=0.1)
+    ids = E - 1 - routing(T, 9, 3, "duplicates", dropped=0.1) ** 3
+    same(kernels.topk(ids, E), eager.topk(ids, E))
+
+
+@runs
+def test_topk_of_a_block_that_one_expert_fills(kernels, monkeypatch):
+    monkeypatch.setattr(kernels, "FEW_SLOTS", 0)
+    ids = torch.full((128, 3), 2)
+    ids[-1] = torch.tensor([1, -1, 2])
+    same(kernels.topk(ids, 3), eager.topk(ids, 3))
+
+
+@runs
+@pytest.mark.parametrize("few_steps", [100, 0], ids=["two_launches", "three_launches"])
+def test_topk_of_more_blocks_than_one_step_adds_up(kernels, monkeypatch, few_steps):
+    for name, value in (("FEW_SLOTS", 0), ("FEW_STEPS", few_steps), ("BLOCK", 32), ("SCAN", 16)):
+        monkeypatch.setattr(kernels, name, value)
+    ids = routing(257, 3, 6, "duplicates", dropped=0.1)
     same(kernels.topk(ids, 3), eager.topk(ids, 3))
 
 
@@ -119,9 +136,15 @@ def test_counts_beyond_32_bits(kernels):
     same(kernels.counts(counts, 9), eager.counts(counts, 9))
 
 
+@pytest.fixture(params=["one_launch", "two_launches"])
+def inverting(request, kernels, monkeypatch):
+    if request.param == "two_launches":
+        monkeypatch.setattr(kernels, "ONE_PROGRAM", 0)
+
+
 @runs
 @pytest.mark.parametrize("kind", ROUTINGS)
-def test_sorted_rows(kernels, kind):
+def test_sorted_rows(inverting, kernels, kind):
     made = eager.topk(routing(30, 5, 3, kind, dropped=0.1), 5)
     same(kernels.sorted_rows(made[0], made[2], 3), made)
     wide = strided(made[2].long(), "every_second")
@@ -130,10 +153,17 @@ def test_sorted_rows(kernels, kind):
 
 @runs
 @pytest.mark.parametrize("claimed", [[4, 3], [0, 1], [100, 100], [-1, 2], [0, 0]])
-def test_sorted_rows_of_anything(kernels, claimed):
+def test_sorted_rows_of_anything(inverting, kernels, claimed):
     rows = torch.tensor([3, 0, 3, 2**32, -5, 8, 2, 2, 0, 2**63 - 1])
     counts = torch.tensor(claimed)
     same(kernels.sorted_rows(counts, rows, 2), eager.sorted_rows(counts, rows, 2))
+    same(kernels.sorted_rows(counts, rows[:0], 2), eager.sorted_rows(counts, rows[:0], 2))
+
+
+@runs
+def test_sorted_rows_of_more_than_one_program(kernels):
+    rows, counts = torch.randint(-2, 2500, (2500,)), torch.tensor([1200, 0, 1250])
+    same(kernels.sorted_rows(counts, rows, 5), eager.sorted_rows(counts, rows, 5))
 
 
 @runs
@@ -162,12 +192,17 @@ def test_compiles_without_spills(kernels, arch):
     from anabranch.testing.aot import compiling
 
     with compiling(arch) as found:
-        for tokens in (64, 4096, 200_000):
-            kernels.topk(torch.empty(tokens, 8, dtype=torch.int64), 256)
+        for tokens in (8, 64, 2048, 200_000):
+            kernels.topk(torch.empty(tokens, 8, dtype=torch.int64), 128)
+        for experts in (2000, 70_000):
+            kernels.topk(torch.empty(64, 256, dtype=torch.int32), experts)
         kernels.counts(torch.empty(64, dtype=torch.int64), 4096)
-        kernels.sorted_rows(torch.empty(64, dtype=torch.int32), torch.empty(4096, dtype=torch.int32), 8)
-    # One, two and three launches; then one and three.
-    assert len(found) == 1 + 2 + 2 + 1 + 3
+        for rows in (512, 4096):
+            kernels.sorted_rows(torch.empty(64, dtype=torch.int32), torch.empty(rows, dtype=torch.int32), 8)
+        kernels.maps(torch.empty(64, 8, dtype=torch.int32), 512)
+    # Two that compare; two launches, and three of which the first is the same; two of larger blocks, one more of
+    # wider ids; then rows in order, a sort by one program and by two launches, and maps, the last of them the same.
+    assert len(found) == 2 + 2 + 2 + 2 + 1 + 1 + 1 + 2 + 1
     for kernel in found:
         assert not kernel.spilled_bytes, kernel
 
@@ -177,7 +212,12 @@ def test_compiles_without_spills(kernels, arch):
 def test_another_number_of_tokens_or_experts_compiles_nothing(kernels):
     from anabranch.testing.aot import compiling
 
-    with compiling(90) as found:
-        for tokens, experts in ((4096, 256), (5001, 60), (2000, 1)):
+    def topk(*sizes):
+        for tokens, experts in sizes:
             kernels.topk(torch.empty(tokens, 8, dtype=torch.int64), experts)
-    assert len(found) == 2
+
+    with compiling(90) as found:
+        topk((16_384, 128), (1000, 8), (100, 8))
+        compiled = len(found)
+        topk((18_003, 60), (2001, 1), (301, 3))
+        assert len(found) == compiled

@@ -25,24 +25,10 @@ REMEMBERED = 1024
 _RUNTIME = knobs.runtime
 
 
-class Recording:
-    """Launches in their order, each with its tensors, and the tensors of which only the launches know."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[Launch, Sequence[Any]]] = []
-        self.temporaries: list[Tensor] = []
-
-
 class Recorder(threading.local):
-    """Where a thread's launches are noted, if anywhere."""
+    """Who makes a thread's launches in their place, to take note of them, if anybody does."""
 
-    recording: Recording | None = None
-
-    def temporary(self, value: Tensor) -> Tensor:
-        """The tensor, noted as one that launches alone write and read."""
-        if self.recording is not None:
-            self.recording.temporaries.append(value)
-        return value
+    recording: Callable[[Launch, Sequence[Any]], None] | None = None
 
 
 recorder = Recorder()
@@ -96,9 +82,10 @@ class Launch:
         return self
 
     @property
-    def hooked(self) -> bool:
-        """Whether someone wants to be told before this kernel runs."""
-        return bool(self._kernel.pre_run_hooks)
+    def hooks(self) -> list[Any]:
+        """Those who want to be told before this kernel runs."""
+        found: list[Any] = self._kernel.pre_run_hooks
+        return found
 
     def arguments(self, stream: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """All that :attr:`native` takes, for what stands for its tensors."""
@@ -107,7 +94,8 @@ class Launch:
     def __call__(self, *tensors: Any) -> None:
         """Launches on the device it was made for."""
         if recorder.recording is not None:
-            recorder.recording.steps.append((self, tensors))
+            recorder.recording(self, tensors)
+            return
         if self._run is None or self._kernel.pre_run_hooks or hooked():
             self.unprepared(*tensors)
             return

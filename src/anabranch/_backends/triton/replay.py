@@ -1,13 +1,12 @@
 """A whole call's launches, recorded once and made again for calls that look alike.
 
-What is left of a call then is one allocation, the tensors' addresses, and the launches themselves.
+What is left of a call then are its results' allocation, the tensors' addresses, and the launches themselves.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,77 +14,102 @@ from torch import Tensor
 from triton.runtime import driver
 
 from anabranch._backends.triton import prepared
-from anabranch._backends.triton.device import current
+from anabranch._backends.triton.device import current, elsewhere
 from anabranch._backends.triton.native import Encoder, encoded
-from anabranch._backends.triton.prepared import Launch, Recording, recorder
+from anabranch._backends.triton.prepared import Launch
+from anabranch._backends.triton.recording import Memory, Place, Recording, span
 
 ALIGNED = 256
 """Bytes of whose multiples temporary tensors start, in the memory that they share."""
+MOST = 128 << 20
+"""Bytes of that memory. Larger tensors keep the GPU busy for longer than the host, and are better freed one by one."""
 Pick = Callable[[Sequence[Any]], Sequence[Any]]
 """Some of many values, by their places."""
 
 
-@contextmanager
-def recording() -> Iterator[Recording]:
-    """Every launch that this thread makes inside, with its tensors, which are kept alive: no two have one address."""
-    outer, recorder.recording = recorder.recording, Recording()
-    try:
-        yield recorder.recording
-    finally:
-        recorder.recording = outer
+class Result(NamedTuple):
+    """A result: its sizes and strides, None for contiguous ones, the number of a tensor to allocate it like, and its
+    dtype, None for that one's."""
+
+    shape: torch.Size
+    stride: tuple[int, ...] | None
+    like: int
+    dtype: torch.dtype | None
+
+    def new(self, like: Tensor) -> Tensor:
+        """Memory for one."""
+        if self.stride is None:
+            return like.new_empty(self.shape, dtype=self.dtype)
+        return like.new_empty_strided(self.shape, self.stride, dtype=self.dtype)
 
 
 class Replay(NamedTuple):
-    """Launches whose tensors are known by number: those given, then temporary ones, then parts of these, then None.
+    """Launches whose tensors are known by number: those given, results, temporary ones, parts of these, then None.
 
     Attributes:
         steps: each launch, and what picks its tensors.
-        temporaries: sizes and dtype of each, and where it starts in the memory that they share.
+        results: each one, or None in its place.
+        temporaries: sizes, strides and dtype of each, and where it starts in the memory that they share.
         memory: bytes of that.
         parts: tensors that start inside another: its number, how many bytes in, how many elements in.
-        calls: the same launches in C, or None where one is not known.
+        hooks: lists of those who want to be told of a kernel.
+        calls: the same launches in C, or None where one is not known, or there are none.
     """
 
     steps: Sequence[tuple[Launch, Pick]]
-    temporaries: Sequence[tuple[torch.Size, torch.dtype, int]]
+    results: Sequence[Result | None]
+    temporaries: Sequence[tuple[torch.Size, tuple[int, ...], torch.dtype, int]]
     memory: int
     parts: Sequence[tuple[int, int, int]]
+    hooks: Sequence[list[Any]]
     calls: Calls | None
 
-    def run(self, given: Sequence[Tensor | None]) -> None:
-        """Launches them for tensors like those recorded, the first of which is on the device that all are on."""
-        first = given[0]
-        assert first is not None
-        if self.calls is None or self._hooked():
-            self._with_tensors(first, given)
-            return
-        memory = first.new_empty(self.memory, dtype=torch.uint8)
-        start = memory.data_ptr()
-        found: list[Any] = [None if value is None else value.data_ptr() for value in given]
-        for _, _, offset in self.temporaries:
-            found.append(start + offset)
+    def run(self, given: Sequence[Tensor | None], addresses: list[int | None]) -> list[Any]:
+        """Launches them for tensors like those recorded, the first of which is on the device that all are on.
+
+        ``addresses`` are theirs; more is appended. Returns new results.
+        """
+        tensors: list[Any] = [*given]
+        for result in self.results:
+            if result is None:
+                value = None
+            else:
+                shape, stride, like, dtype = result
+                plain = stride is None and dtype is None  # as most are, which then take half as long
+                value = tensors[like].new_empty(shape) if plain else result.new(tensors[like])
+            tensors.append(value)
+            addresses.append(None if value is None else value.data_ptr())
+        found = tensors[len(given) :]
+        first = tensors[0]
+        if self.calls is None or any(self.hooks) or prepared.hooked():
+            self._with_tensors(first, tensors)
+            return found
+        values: list[Any] = addresses
+        if self.temporaries:
+            memory = first.new_empty(self.memory, dtype=torch.uint8)  # kept until all is launched
+            start = memory.data_ptr()
+            for *_, offset in self.temporaries:
+                values.append(start + offset)
         for whole, shift, _ in self.parts:
-            found.append(found[whole] + shift)
-        found.append(None)
-        with current(first.device):
-            self.calls.make(found, driver.active.get_current_stream(first.device.index))
+            values.append(values[whole] + shift)
+        values.append(None)
+        device = first.device
+        if elsewhere(device):
+            with current(device):
+                self.calls.make(values, driver.active.get_current_stream(device.index))
+        else:
+            self.calls.make(values, driver.active.get_current_stream(device.index))
+        return found
 
-    def _hooked(self) -> bool:
-        for launch, _ in self.steps:
-            if launch.hooked:
-                return True
-        return prepared.hooked()
-
-    def _with_tensors(self, first: Tensor, given: Sequence[Tensor | None]) -> None:
+    def _with_tensors(self, first: Tensor, tensors: list[Any]) -> None:
         """The same, of whoever has to see tensors."""
-        found: list[Any] = [*given]
-        for size, dtype, _ in self.temporaries:
-            found.append(first.new_empty(size, dtype=dtype))
+        for shape, stride, dtype, _ in self.temporaries:
+            tensors.append(first.new_empty_strided(shape, stride, dtype=dtype))
         for whole, _, elements in self.parts:
-            found.append(found[whole].view(-1)[elements:])
-        found.append(None)
+            tensors.append(tensors[whole].as_strided((1,), (1,), elements))
+        tensors.append(None)
         for launch, pick in self.steps:
-            launch(*pick(found))
+            launch(*pick(tensors))
 
 
 class Calls(NamedTuple):
@@ -112,55 +136,101 @@ class Calls(NamedTuple):
 
 
 def of(
-    recorded: Recording,
-    given: Sequence[Tensor | None],
-    fresh: Sequence[Tensor | None],
-    temporaries: Sequence[Tensor],
+    recorded: Recording, given: Sequence[Tensor | None], results: Sequence[Tensor | None]
 ) -> Replay | None:
-    """What repeats the recorded launches, or None if they read or wrote anything but the tensors named.
+    """What repeats the recorded launches and allocates the results, or None if that would not be all.
 
-    Nothing but the launches may have touched the tensors. ``given`` ones come from the caller and are told by their
-    addresses, so no two may share one; ``fresh`` ones were given as well, and like ``temporaries`` allocated for this
-    call, contiguous.
+    ``given`` are all tensors that the recording was. They are alive, as are the results.
     """
-    temporaries = [*recorded.temporaries, *temporaries]
-    named = [*given, *fresh, *temporaries]
-    numbers: dict[int, int] = {}
-    for number, value in enumerate(named):
-        if value is not None and value.numel():
-            if value.data_ptr() in numbers:
-                return None
-            numbers[value.data_ptr()] = number
-    parts: list[tuple[int, int, int]] = []
-    for _, tensors in recorded.steps:
-        for value in tensors:
-            if value is not None and value.data_ptr() not in numbers:
-                part = _part(value, named, range(len(given), len(named)))
-                if part is None:
-                    return None
-                numbers[value.data_ptr()] = len(named) + len(parts)
-                parts.append(part)
-    none = len(named) + len(parts)
-    steps = [
-        (launch, [none if v is None else numbers[v.data_ptr()] for v in tensors])
-        for launch, tensors in recorded.steps
-    ]
-    offset, places = 0, []
-    for value in temporaries:
-        places.append((value.shape, value.dtype, offset))
-        offset += -(-value.nbytes // ALIGNED) * ALIGNED
-    addresses = {number: address for address, number in numbers.items()}
-    picks = [(launch, _pick(found)) for launch, found in steps]
-    return Replay(picks, places, offset, parts, _calls(steps, addresses, none + 1))
+    places = [None if value is None else recorded.place(value) for value in results]
+    if not recorded.whole or not _own(results, places, recorded.allocated, len(given)):
+        return None
+    # By the recording's numbers: first those given, then all that was allocated.
+    addresses = [0 if value is None else value.data_ptr() for value in given]
+    addresses += [at.address for at in recorded.allocated]
+    order = {number: number for number in range(len(given))}
+    order |= {place.number: len(given) + i for i, place in enumerate(places) if place is not None}
+    count = len(given) + len(results)
+    passing = [n for n in range(len(given), len(addresses)) if n not in order]
+    order |= {number: count + i for i, number in enumerate(passing)}
+    memory = [recorded.allocated[number - len(given)] for number in passing]
+    uses = [[i for i, (_, found) in enumerate(recorded.steps) if _in(found, number)] for number in passing]
+    starts, size = _packed([at.nbytes for at in memory], uses)
+    temporaries = [(at.shape, at.stride, at.dtype, start) for at, start in zip(memory, starts, strict=True)]
+    if size > MOST:
+        return None
+    count += len(temporaries)
+    inside = sorted(
+        {place for _, found in recorded.steps for place in found if place is not None and place.shift}
+    )
+    parts = {place: count + i for i, place in enumerate(inside)}
+    none = count + len(parts)
+
+    def where(place: Place | None) -> int:
+        return none if place is None else parts.get(place, order[place.number])
+
+    steps = [(launch, [where(place) for place in found]) for launch, found in recorded.steps]
+    at = {order[number]: address for number, address in enumerate(addresses)}
+    at |= {i: addresses[place.number] + place.shift for place, i in parts.items()}
+    sizes = [1 if value is None else value.element_size() for value in given]
+    sizes += [at.dtype.itemsize for at in recorded.allocated]
+    return Replay(
+        steps=[(launch, _pick(found)) for launch, found in steps],
+        results=_results(given, results),
+        temporaries=temporaries,
+        memory=size,
+        parts=[(order[n], shift, shift // sizes[n]) for n, shift in inside],
+        hooks=[launch.hooks for launch, _ in steps],
+        calls=_calls(steps, at, none + 1),
+    )
 
 
-def _part(value: Tensor, named: Sequence[Tensor | None], among: range) -> tuple[int, int, int] | None:
-    for number in among:
-        whole = named[number]
-        if whole is not None and 0 < value.data_ptr() - whole.data_ptr() < whole.nbytes:
-            shift = value.data_ptr() - whole.data_ptr()
-            return number, shift, shift // whole.element_size()
-    return None
+def _in(places: Sequence[Place | None], number: int) -> bool:
+    return any(place is not None and place.number == number for place in places)
+
+
+def _packed(sizes: Sequence[int], uses: Sequence[Sequence[int]]) -> tuple[list[int], int]:
+    """Where pieces of memory start, and bytes of all: one may be where another was that no later launch uses."""
+    starts = [0] * len(sizes)
+    placed: list[int] = []
+    for i in sorted((i for i in range(len(sizes)) if uses[i]), key=lambda i: uses[i][0]):
+        beside = sorted((starts[j], sizes[j]) for j in placed if uses[j][-1] >= uses[i][0])
+        for start, size in beside:
+            if starts[i] + sizes[i] <= start:
+                break
+            starts[i] = max(starts[i], -(-(start + size) // ALIGNED) * ALIGNED)
+        placed.append(i)
+    return starts, max((starts[i] + sizes[i] for i in placed), default=0)
+
+
+def _own(
+    results: Sequence[Tensor | None], places: Sequence[Place | None], allocated: Sequence[Memory], given: int
+) -> bool:
+    """Whether results are memory that was allocated, each all of its own."""
+    found = [(value, place) for value, place in zip(results, places, strict=True) if value is not None]
+    numbers = [place.number for _, place in found if place is not None and place.number >= given]
+    return len({*numbers}) == len(found) and all(
+        place is not None
+        and not place.shift
+        and allocated[place.number - given].nbytes == span(value)
+        and allocated[place.number - given].dtype == value.dtype
+        for value, place in found
+    )
+
+
+def _results(given: Sequence[Tensor | None], results: Sequence[Tensor | None]) -> Sequence[Result | None]:
+    found: list[Result | None] = []
+    dtypes = [None if value is None else value.dtype for value in given]
+    for value in results:
+        if value is None:
+            found.append(None)
+        else:
+            known = value.dtype in dtypes
+            like = dtypes.index(value.dtype) if known else 0
+            stride = None if value.is_contiguous() else value.stride()
+            found.append(Result(value.shape, stride, like, None if known else value.dtype))
+        dtypes.append(None if value is None else value.dtype)
+    return found
 
 
 def _calls(
@@ -168,6 +238,8 @@ def _calls(
 ) -> Calls | None:
     """The launches in C, of tensors whose addresses, by number, are those recorded."""
     natives = [launch.native for launch, _ in steps]
+    if None in natives or not natives:  # without any, there is no stream to ask for either
+        return None
     encoders = [
         (encoder, found[place])
         for (_, found), native in zip(steps, natives, strict=True)
@@ -184,8 +256,7 @@ def _calls(
 
     launches, maps = [], first_map
     for (launch, found), native in zip(steps, natives, strict=True):
-        if native is None:
-            return None
+        assert native is not None
         tensors: list[Any] = [_Number(number) for number in found]
         for place, encoder in native.encoders:
             sizes = encoded(encoder, addresses[found[place]])[1:]

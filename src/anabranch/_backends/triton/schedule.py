@@ -20,6 +20,13 @@ def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
     return min(triton.cdiv(num_rows, block_m) + num_experts, max(num_rows, 1))
 
 
+@triton.jit
+def _tiles(start, stop, num_rows, BLOCK_M: tl.constexpr):
+    """Where rows from start on end, within num_rows, and how many tiles they are."""
+    stop = tl.minimum(tl.maximum(stop, start), num_rows)
+    return stop, (stop - start + BLOCK_M - 1).to(tl.int64) // BLOCK_M
+
+
 @triton.jit(do_not_specialize=["num_experts", "num_rows", "size"])
 def _schedule_kernel(
     offsets, tiles, num_experts, num_rows, size, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr
@@ -27,17 +34,13 @@ def _schedule_kernel(
     """Program e lists the tiles of expert e; the last one, how many there are and how many rows have a slot."""
     expert = tl.program_id(0)
     all_experts = tl.arange(0, EXPERTS)
-    inside = all_experts < num_experts
+    before = all_experts < expert
     # Those of a layout put together by hand may be anything: then tiles overlap, or some are left out.
-    starts = tl.load(offsets + all_experts, mask=inside, other=0)
-    stops = tl.load(offsets + all_experts + 1, mask=inside, other=0)
-    starts = tl.minimum(tl.maximum(starts, 0), num_rows)
-    stops = tl.minimum(tl.maximum(stops, starts), num_rows)
-    counts = (stops - starts + BLOCK_M - 1).to(tl.int64) // BLOCK_M
-    first = tl.sum(tl.where(all_experts < expert, counts, 0))
-    mine = tl.sum(tl.where(all_experts == expert, counts, 0))
-    start = tl.sum(tl.where(all_experts == expert, starts, 0))
-    stop = tl.sum(tl.where(all_experts == expert, stops, 0))
+    starts = tl.load(offsets + all_experts, mask=before, other=0)
+    stops = tl.load(offsets + all_experts + 1, mask=before, other=0)
+    first = tl.sum(_tiles(tl.minimum(tl.maximum(starts, 0), num_rows), stops, num_rows, BLOCK_M)[1])
+    start = tl.minimum(tl.maximum(tl.load(offsets + expert), 0), num_rows)
+    stop, mine = _tiles(start, tl.load(offsets + expert + 1), num_rows, BLOCK_M)
     mine = tl.minimum(mine, tl.maximum(size - first, 0)).to(tl.int32)
     for i in range(0, mine, STEP):
         tile = i + tl.arange(0, STEP)
@@ -80,6 +83,7 @@ def of_layout(device: torch.device, offsets: Operand, num_rows: int, block_m: in
     launch = Launch(
         device, _schedule_kernel, (num_experts,), num_experts, num_rows, size,
         BLOCK_M=block_m, EXPERTS=triton.next_power_of_2(num_experts), STEP=64,
+        num_warps=1 if num_experts <= 512 else 4,
     )  # fmt: skip
     return Schedule(size, launch)
 

@@ -88,16 +88,17 @@ def grouped_gemm(
     if not autotune:
         rules = (permute_x, permute_y, fuse_mul_post, is_first_gemm)
         given(OP, "kernel_config_fwd", kernel_config_fwd, KernelConfigForward).check(*rules)
-        if not dX_only:
+        # Those of gradients are refused for what they wish alone.
+        if kernel_config_bwd_dW is not None and not dX_only:
             given(OP, "kernel_config_bwd_dW", kernel_config_bwd_dW, KernelConfigBackward_dW).check(*rules)
-        if not dW_only:
+        if kernel_config_bwd_dX is not None and not dW_only:
             given(OP, "kernel_config_bwd_dX", kernel_config_bwd_dX, KernelConfigBackward_dX).check(*rules)
     _only_one(dX_only, dW_only)
     call = operands.product(
         OP, X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post
     )
-    if not autotune:
-        asked = kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
+    asked = kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
+    if asked != (None, None, None) and not autotune:
         call["config"] = _configs(call["x"], *asked, dX_only, dW_only)
     if dX_only:
         call["weight"] = call["weight"].detach()

@@ -120,7 +120,7 @@ def rows(op: str, argument: str, value: Tensor) -> Tensor:
     checks.dense(op, argument, value, "(..., columns)", checks.FLOATS)
     if value.dim() < 2:
         raise ArgumentError(op, argument, expected="shape (rows, columns)", got=f"shape {tuple(value.shape)}")
-    return value.flatten(0, -2)
+    return value if value.dim() == 2 else value.flatten(0, -2)
 
 
 def stacked(op: str, W: Tensor, layout: ExpertLayout) -> Tensor:

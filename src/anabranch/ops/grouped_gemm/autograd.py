@@ -13,6 +13,7 @@ from anabranch.dispatch import choose
 from anabranch.epilogues import Identity, from_spec
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
+from anabranch.ops.frozen import frozen
 from anabranch.ops.grouped_gemm.call import OP, GroupedGemmCall
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
 from anabranch.ops.operator import define
@@ -29,6 +30,8 @@ _CALL = (
 )
 _TENSORS = 8
 """How many of these are tensors; they come first."""
+_ACTIVATION = 10
+"""Where the epilogue's text is. Another class may be registered by its name."""
 
 
 def grouped_gemm(call: GroupedGemmCall) -> Tensor:
@@ -90,8 +93,23 @@ def _restore(*args: Any) -> GroupedGemmCall:
     x, weight, counts, offsets, row_to_slot, slot_to_row, bias, scale = args[:_TENSORS]
     gather, scatter, activation, transpose_weight, backend, *texts = args[_TENSORS:]
     layout = ExpertLayout(counts, offsets, row_to_slot, slot_to_row)
-    options = (transpose_weight, None, backend, *map(_config, texts))
-    return GroupedGemmCall(x, weight, layout, gather, scatter, bias, scale, from_spec(activation), *options)
+    config, d_x_config, d_weight_config = map(_config, texts)
+    return frozen(
+        GroupedGemmCall,
+        x=x,
+        weight=weight,
+        layout=layout,
+        gather=gather,
+        scatter=scatter,
+        bias=bias,
+        scale=scale,
+        epilogue=from_spec(activation),
+        transpose_weight=transpose_weight,
+        backend=backend,
+        config=config,
+        d_x_config=d_x_config,
+        d_weight_config=d_weight_config,
+    )
 
 
 def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
@@ -140,7 +158,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> list[Tensor | None]:
     grads: list[Tensor | None] = [None] * _TENSORS
     wanted = (0, 1, 6, 7)  # x, weight, bias, scale
-    needs = [ctx.needs_input_grad[i] for i in wanted]
+    all_needs = ctx.needs_input_grad
+    needs = [all_needs[i] for i in wanted]
     if grad is not None and any(needs):
         h, *tensors = ctx.saved_tensors
         if h.dim() != 2 and not isinstance(from_spec(ctx.flags[2]), Identity):
@@ -160,6 +179,7 @@ grouped_gemm_forward = define(
     fake=lambda keep_h, *args: _allocate(keep_h, _restore(*args)),
     save=_save,
     differentiate=_differentiate,
+    by=lambda keep_h, *args: from_spec(args[_ACTIVATION]),
 )
 grouped_gemm_out = define(
     "grouped_gemm_out", f"(Tensor(a!) out, {_CALL}) -> ()", _out, fake=lambda out, *args: None
@@ -170,4 +190,5 @@ grouped_gemm_backward = define(
     _backward,
     fake=_backward_fake,
     differentiate=refuse_second_derivative(OP),
+    by=lambda needs, grad, h, *args: from_spec(args[_ACTIVATION]),
 )

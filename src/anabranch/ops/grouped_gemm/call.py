@@ -13,8 +13,9 @@ from anabranch.epilogues import Epilogue, resolve
 from anabranch.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
+from anabranch.ops.frozen import frozen
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig, GroupedGemmConfigs
-from anabranch.ops.precision import cast_like_matmul
+from anabranch.ops.precision import autocasts, cast_like_matmul
 from anabranch.tuning import HEURISTIC
 
 OP = "grouped_gemm"
@@ -87,17 +88,51 @@ def bind_grouped_gemm(
     checks.flag(OP, gather=gather, scatter=scatter, transpose_weight=transpose_weight)
     configs = _check_configs(config, backend)
     epilogue = resolve(OP, activation)
-    checks.tensor(OP, "x", x, "(T, K_dim)" if gather else "(R, K_dim)", checks.FLOATS)
-    stored = "(E, K_dim, N)" if transpose_weight else "(E, N, K_dim)"
-    checks.tensor(OP, "weight", weight, stored, checks.FLOATS)
+    passed = None
+    if type(layout) is ExpertLayout and isinstance(x, Tensor):
+        maps = layout.counts, layout.offsets, layout.row_to_slot, layout.slot_to_row
+        facts = checks.facts(x, weight, *maps, bias, scale, out)
+        if facts is not None:
+            cast = autocasts(x.device) and torch.get_autocast_dtype(x.device.type)  # which out has to have
+            passed = checks.known(OP, facts, cast, epilogue.columns, gather, scatter, transpose_weight)
+    if not passed:
+        checks.tensor(OP, "x", x, "(T, K_dim)" if gather else "(R, K_dim)", checks.FLOATS)
+        stored = "(E, K_dim, N)" if transpose_weight else "(E, N, K_dim)"
+        checks.tensor(OP, "weight", weight, stored, checks.FLOATS)
     x, weight, bias = cast_like_matmul(x, weight, bias)
-    call = GroupedGemmCall(
-        x, weight, layout, gather, scatter, bias, scale, epilogue, transpose_weight, out, backend, *configs
+    config, d_x_config, d_weight_config = configs
+    call = frozen(
+        GroupedGemmCall,
+        x=x,
+        weight=weight,
+        layout=layout,
+        gather=gather,
+        scatter=scatter,
+        bias=bias,
+        scale=scale,
+        epilogue=epilogue,
+        transpose_weight=transpose_weight,
+        out=out,
+        backend=backend,
+        config=config,
+        d_x_config=d_x_config,
+        d_weight_config=d_weight_config,
     )
+    if not passed:
+        _check_fit(call)
+        if passed is not None:
+            passed.append(True)
+    if out is not None:
+        checks.no_gradient_through(OP, "out", x=x, weight=weight, bias=bias, scale=scale, out=out)
+    return call
+
+
+def _check_fit(call: GroupedGemmCall) -> None:
+    x, weight, layout, epilogue = call.x, call.weight, call.layout, call.epilogue
     experts, n, k_dim = call.weight_nk.shape
     checks.layout(OP, layout, num_experts=experts)
     checks.same_dtype(OP, "weight", weight, x)
-    if gather:
+    if call.gather:
         means = "(layout's T, weight's K_dim)"
         checks.shape(OP, "x", x, layout.num_tokens, k_dim, means=means, fits=lambda: _fits(call))
     else:
@@ -105,20 +140,18 @@ def bind_grouped_gemm(
         checks.shape(OP, "x", x, layout.num_rows, k_dim, means=means, fits=lambda: _fits(call))
     if n % epilogue.columns:
         raise ArgumentError(OP, "weight", expected=f"an even N for the gated {epilogue.name}", got=f"N = {n}")
-    if bias is not None:
-        checks.dense(OP, "bias", bias, "(E, N)", checks.FLOATS)
-        checks.same_dtype(OP, "bias", bias, x)
-        checks.shape(OP, "bias", bias, experts, n, means="(E, N) of weight")
-    if scale is not None:
-        checks.dense(OP, "scale", scale, "(T, K)", checks.FLOATS)
-        checks.shape(OP, "scale", scale, layout.num_tokens, layout.top_k, means="layout's (T, K)")
-    if out is not None:
-        checks.tensor(OP, "out", out, "(R, N)", checks.FLOATS)
-        checks.same_dtype(OP, "out", out, x)
-        checks.shape(OP, "out", out, call.out_rows, call.out_columns, means="of the result")
-        checks.no_gradient_through(OP, "out", x=x, weight=weight, bias=bias, scale=scale, out=out)
-    checks.same_device(OP, x, weight=weight, layout=layout, bias=bias, scale=scale, out=out)
-    return call
+    if call.bias is not None:
+        checks.dense(OP, "bias", call.bias, "(E, N)", checks.FLOATS)
+        checks.same_dtype(OP, "bias", call.bias, x)
+        checks.shape(OP, "bias", call.bias, experts, n, means="(E, N) of weight")
+    if call.scale is not None:
+        checks.dense(OP, "scale", call.scale, "(T, K)", checks.FLOATS)
+        checks.shape(OP, "scale", call.scale, layout.num_tokens, layout.top_k, means="layout's (T, K)")
+    if call.out is not None:
+        checks.tensor(OP, "out", call.out, "(R, N)", checks.FLOATS)
+        checks.same_dtype(OP, "out", call.out, x)
+        checks.shape(OP, "out", call.out, call.out_rows, call.out_columns, means="of the result")
+    checks.same_device(OP, x, weight=weight, layout=layout, bias=call.bias, scale=call.scale, out=call.out)
 
 
 def _fits(call: GroupedGemmCall) -> str:

@@ -72,17 +72,22 @@ Tiles = Mapping[float, GroupedGemmConfig]
 INF = float("inf")
 
 # Measured on an H200 but for what compiles with spills: 128 x 256 is the largest accumulator that 8 warps can hold
-# with an epilogue, and takes the fewest loads for its products. Experts of few rows waste less in flat tiles.
+# with an epilogue, and takes the fewest loads for its products. Experts of few rows waste less in flat tiles, but a
+# second tile costs more than a high one: routing spreads rows by their square root, so tiles change below their height.
 HALF: Tiles = {
+    12: Config(16, 128, 128, 4, 4),
+    56: Config(64, 128, 128, 4, 3),
+    INF: Config(128, 256, 64, 8, 3),
+}
+HALF_GATED: Tiles = {
     16: Config(16, 128, 128, 4, 4),
-    48: Config(32, 128, 64, 4, 4),
-    96: Config(64, 128, 64, 4, 4),
+    28: Config(32, 128, 128, 4, 3),
+    56: Config(64, 256, 64, 8, 3),
     INF: Config(128, 256, 64, 8, 3),
 }
 # What else needs registers, see _crowded, gets those of half the columns.
 HALF_NARROW: Tiles = {
     **HALF,
-    48: Config(32, 128, 64, 8, 4),
     INF: Config(128, 128, 64, 8, 4),
 }
 # Before Hopper, accumulators and addresses share the registers, and 99 KiB of shared memory is all that 8.6 has.
@@ -217,7 +222,9 @@ def heuristic(
     elif loads == COPIED or capability[0] not in (9, 10):
         tiles = HALF_COPIED
     else:
-        tiles = HALF_NARROW if _crowded(kind, epilogue, pointers, capability) else HALF
+        tiles = HALF_GATED if kind == GATED else HALF
+        if _crowded(kind, epilogue, pointers, capability):
+            tiles = HALF_NARROW
     config = _pick(tiles, rows_per_expert)
     if kind == INTERLEAVED and config.block_n == 256:
         # The loop over tiles keeps no registers of its own, which here are the ones too many.

@@ -28,7 +28,7 @@ _LAYOUT = "Tensor counts, Tensor offsets, Tensor row_to_slot, Tensor slot_to_row
 _INPUT_COUNT = 6
 """How many tensors can have a gradient; they come first."""
 _TENSOR_COUNT = 10
-"""How many there are with the layout's."""
+"""How many there are with the layout's. The first flag follows: another class may be registered by that name."""
 
 
 def moe_mlp(call: MoeMlpCall) -> Tensor:
@@ -88,7 +88,7 @@ def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, ...]:
     kernels = choose(OP, call).module
     out, h = _allocate(keep_h, call.x, call.gate_up, expert_ids.numel(), call.transpose_weight)
     with without_autocast(call.device):
-        fields = kernels.forward(call, out, h if keep_h else None, route.ROUTING)
+        fields = kernels.forward(call, out, h if keep_h else None, route.topk)
     return out, h, *fields
 
 
@@ -137,6 +137,7 @@ moe_mlp_forward = define(
     fake=_forward_fake,
     save=_save,
     differentiate=_differentiate,
+    by=lambda keep_h, *args: from_spec(args[_INPUT_COUNT + 1]),
 )
 moe_mlp_backward = define(
     "moe_mlp_backward",
@@ -144,4 +145,5 @@ moe_mlp_backward = define(
     _backward,
     fake=_backward_fake,
     differentiate=refuse_second_derivative(OP),
+    by=lambda needs, grad, h, *args: from_spec(args[_TENSOR_COUNT]),
 )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anabranch.dispatch import choose
 from anabranch.ops.operator import define
-from anabranch.ops.route.call import OP, Fields, RouteCall, Routing, check_topk, fits
+from anabranch.ops.route.call import OP, Fields, RouteCall, check_topk, fits
 
 _FIELDS = "(Tensor, Tensor, Tensor, Tensor)"
 
@@ -21,10 +21,6 @@ def topk(expert_ids: Tensor, num_experts: int) -> Fields:
 def topk_fake(expert_ids: Tensor, num_experts: int) -> Fields:
     """Allocates what :func:`topk` does."""
     return _fields(expert_ids, num_experts, expert_ids.numel(), expert_ids.shape)
-
-
-ROUTING = Routing(topk, topk_fake)
-"""For operators that route among other things."""
 
 
 def _counts(counts: Tensor, num_rows: int) -> Fields:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -64,20 +63,11 @@ def check_slot_to_row(slot_to_row: Tensor, num_rows: int) -> None:
     fits(op, "num_rows", max(num_rows, slot_to_row.numel()))
 
 
-class Routing(NamedTuple):
-    """How operators route that do so among other things; both functions take expert ids and the number of experts.
-
-    Attributes:
-        topk: the fields of the layout.
-        empty: memory for them, which the launches that made others may write again.
-    """
-
-    topk: Callable[[Tensor, int], Fields]
-    empty: Callable[[Tensor, int], Fields]
+Routing = Callable[[Tensor, int], Fields]
+"""Makes the fields of a layout of expert ids and the number of experts, for operators that route among other things."""
 
 
-@dataclass(frozen=True)
-class RouteCall:
+class RouteCall(NamedTuple):
     """What dispatch asks of a call."""
 
     indices: Tensor

@@ -25,7 +25,7 @@ def supports(call: MoeMlpCall) -> str | None:
 def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None, routing: Routing) -> Fields:
     """Routes, and writes the output, and the pre-activation if ``h`` is given. Returns the fields of the layout."""
     assert call.expert_ids is not None
-    fields = routing.topk(call.expert_ids, call.down.shape[0])
+    fields = routing(call.expert_ids, call.down.shape[0])
     work = _Work(call.routed(fields))
     walk, early = work.walk, work.on_output and work.half
     if h is not None:

@@ -3,12 +3,13 @@
 Few slots are sorted in one launch, each by counting those before it. Many go in blocks: one launch counts
 the ids of every block, another places every slot after those of lower experts, of earlier blocks and of
 its own block. Where the counts are many, a launch between the two adds them up once for all blocks.
-Nothing depends on the size of E but the number of steps of a loop.
+Nothing depends on the size of E but the number of steps of a loop, and how large a block is.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -17,19 +18,24 @@ import triton.language as tl
 from torch import Tensor
 
 from anabranch._backends.triton import operand
-from anabranch._backends.triton.combine import power_of_2
 from anabranch._backends.triton.operand import Operand
-from anabranch._backends.triton.prepared import REMEMBERED, Launch, launch, recorder
+from anabranch._backends.triton.prepared import REMEMBERED, Launch, launch
 from anabranch.ops.route.call import Fields, RouteCall
 
-FEW_SLOTS = 8192
+FEW_SLOTS = 4096
 """Up to here the slots are compared with each other: work grows by the square, but is one launch."""
-FEW_COUNTS = 65536
-"""Up to here every block adds up the counts of all blocks, which costs less than a launch."""
-BLOCK = 512
-"""Slots of a block."""
+FEW_STEPS = 4
+"""Up to here every block adds up the counts of all blocks, in so many steps, which costs less than a launch."""
+STEP = (128, 32)
+"""Blocks and experts of one such step."""
+BLOCK = 128
+"""Slots of a block, 32 for each warp."""
+MANY_EXPERTS = 1024
+"""Of more than these, blocks are four times as large: slower, but their counts take less memory."""
 SCAN = 1024
 """Blocks that one step of the scan adds up."""
+ONE_PROGRAM = 1024
+"""Rows that one program alone inverts."""
 
 
 def supports(call: RouteCall) -> str | None:
@@ -39,11 +45,13 @@ def supports(call: RouteCall) -> str | None:
 
 
 @triton.jit
-def _load_ids(ids, o, num_slots, top_k, num_experts, stride_t, stride_k):
+def _load_ids(ids, o, num_slots, top_k, num_experts, stride_t, stride_k, CONTIGUOUS: tl.constexpr):
     """int32 ids of slots; what is no expert, or past the last slot, has num_experts."""
-    token = (o // top_k).to(tl.int64)
-    choice = (o % top_k).to(tl.int64)
-    e = tl.load(ids + token * stride_t + choice * stride_k, mask=o < num_slots, other=-1)
+    if CONTIGUOUS:
+        e = tl.load(ids + o, mask=o < num_slots, other=-1)
+    else:
+        p = ids + (o // top_k).to(tl.int64) * stride_t + (o % top_k).to(tl.int64) * stride_k
+        e = tl.load(p, mask=o < num_slots, other=-1)
     # In the ids' own type: an int64 may be an expert only after it lost its upper half.
     return tl.where((e >= 0) & (e < num_experts), e, num_experts).to(tl.int32)
 
@@ -51,85 +59,95 @@ def _load_ids(ids, o, num_slots, top_k, num_experts, stride_t, stride_k):
 @triton.jit(do_not_specialize=["num_slots", "top_k", "num_experts", "stride_t", "stride_k"])
 def _compare_kernel(
     ids, counts, offsets, row_to_slot, slot_to_row, num_slots, top_k, num_experts, stride_t, stride_k,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A slot's row is the number of slots of lower experts, or of the same one and before it."""
-    start = tl.program_id(0) * BLOCK
-    o = start + tl.arange(0, BLOCK)
-    if start < num_slots:
-        e = _load_ids(ids, o, num_slots, top_k, num_experts, stride_t, stride_k)
-        key = e * num_slots + o
-        before = tl.zeros([BLOCK, CHUNK], tl.int32)
-        live = tl.zeros([CHUNK], tl.int32)
-        for j in range(0, num_slots, CHUNK):
-            o_j = j + tl.arange(0, CHUNK)
-            e_j = _load_ids(ids, o_j, num_slots, top_k, num_experts, stride_t, stride_k)
-            before += ((e_j * num_slots + o_j)[None, :] < key[:, None]).to(tl.int32)
-            live += (e_j < num_experts).to(tl.int32)
-        row = tl.sum(before, 1)
+    """A slot's row, or an expert's first, is the number of slots with smaller keys: of expert, then slot."""
+    slots = tl.cdiv(num_slots, BLOCK)
+    here = tl.program_id(0)
+    o = here * BLOCK + tl.arange(0, BLOCK)
+    e = _load_ids(ids, o, num_slots, top_k, num_experts, stride_t, stride_k, CONTIGUOUS)
+    # After the programs of slots those of experts, and of one past the last. Two neighbours have one in common.
+    expert = (here - slots) * (BLOCK - 1) + tl.arange(0, BLOCK)
+    key = tl.where(here < slots, e * num_slots + o, tl.minimum(expert, num_experts) * num_slots)
+    before = tl.zeros([BLOCK], tl.int32)
+    for j in range(0, num_slots, CHUNK):
+        o_j = j + tl.arange(0, CHUNK)
+        e_j = _load_ids(ids, o_j, num_slots, top_k, num_experts, stride_t, stride_k, CONTIGUOUS)
+        before += tl.sum(((e_j * num_slots + o_j)[:, None] < key[None, :]).to(tl.int32), 0)
+    if here < slots:
         kept = e < num_experts
-        tl.store(slot_to_row + o, tl.where(kept, row, -1), mask=o < num_slots)
-        tl.store(row_to_slot + row, o, mask=kept)
-        tl.store(row_to_slot + o, o * 0 - 1, mask=(o >= tl.sum(live)) & (o < num_slots))
-    if start <= num_experts:
-        # Two sums at once: half as wide, for as many registers.
-        below = tl.zeros([BLOCK, CHUNK // 2], tl.int32)
-        equal = tl.zeros([BLOCK, CHUNK // 2], tl.int32)
-        for j in range(0, num_slots, CHUNK // 2):
-            o_j = j + tl.arange(0, CHUNK // 2)
-            e_j = _load_ids(ids, o_j, num_slots, top_k, num_experts, stride_t, stride_k)
-            below += (e_j[None, :] < o[:, None]).to(tl.int32)
-            equal += (e_j[None, :] == o[:, None]).to(tl.int32)
-        tl.store(offsets + o, tl.sum(below, 1), mask=o <= num_experts)
-        tl.store(counts + o, tl.sum(equal, 1), mask=o < num_experts)
+        tl.store(slot_to_row + o, tl.where(kept, before, -1), mask=o < num_slots)
+        tl.store(row_to_slot + before, o, mask=kept)
+    else:
+        after = tl.gather(before, tl.minimum(tl.arange(0, BLOCK) + 1, BLOCK - 1), 0)
+        mine = tl.arange(0, BLOCK) < BLOCK - 1
+        tl.store(offsets + expert, before, mask=mine & (expert <= num_experts))
+        tl.store(counts + expert, after - before, mask=mine & (expert < num_experts))
+        if here == tl.num_programs(0) - 1:
+            total = tl.max(before, 0)
+            for j in range(0, num_slots, CHUNK):
+                row = j + tl.arange(0, CHUNK)
+                tl.store(row_to_slot + row, row * 0 - 1, mask=(row >= total) & (row < num_slots))
 
 
-@triton.jit(do_not_specialize=["num_slots", "top_k", "num_experts", "stride_t", "stride_k", "num_blocks"])
+@triton.jit(do_not_specialize=["num_slots", "top_k", "num_experts", "stride_t", "stride_k"])
 def _count_kernel(
-    ids, block_counts, num_slots, top_k, num_experts, stride_t, stride_k, num_blocks,
-    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    ids, block_counts, num_slots, top_k, num_experts, stride_t, stride_k,
+    CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """block_counts[e, b] = slots of block b with expert e."""
+    """block_counts[b, e] = slots of block b with expert e."""
     b = tl.program_id(0)
-    e = _load_ids(ids, b * BLOCK + tl.arange(0, BLOCK), num_slots, top_k, num_experts, stride_t, stride_k)
+    o = b * BLOCK + tl.arange(0, BLOCK)
+    e = _load_ids(ids, o, num_slots, top_k, num_experts, stride_t, stride_k, CONTIGUOUS)
+    p = block_counts + b.to(tl.int64) * num_experts
     for i in range(0, num_experts, EXPERTS):
         expert = i + tl.arange(0, EXPERTS)
-        found = tl.sum((e[:, None] == expert[None, :]).to(tl.int32), 0)
-        tl.store(block_counts + expert.to(tl.int64) * num_blocks + b, found, mask=expert < num_experts)
+        inside = (e >= i) & (e < i + EXPERTS) & (e < num_experts)
+        tl.store(p + expert, tl.histogram(e - i, EXPERTS, inside), mask=expert < num_experts)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _scan_kernel(block_counts, before, counts, num_blocks, BLOCKS: tl.constexpr):
-    """Of one expert: before[e, b] = its slots in blocks before b, counts[e] = all of them."""
-    expert = tl.program_id(0)
-    row = expert.to(tl.int64) * num_blocks
-    total = 0
+@triton.jit(do_not_specialize=["num_experts", "num_blocks"])
+def _scan_kernel(
+    block_counts, before, counts, num_experts, num_blocks, BLOCKS: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """Of some experts: before[b, e] = slots in blocks before b, counts[e] = all of them."""
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    m_e = expert < num_experts
+    total = tl.zeros([EXPERTS], tl.int32)
     for i in range(0, num_blocks, BLOCKS):
         o = i + tl.arange(0, BLOCKS)
-        found = tl.load(block_counts + row + o, mask=o < num_blocks, other=0)
-        tl.store(before + row + o, total + tl.cumsum(found, 0) - found, mask=o < num_blocks)
+        p = o.to(tl.int64)[:, None] * num_experts + expert[None, :]
+        inside = m_e[None, :] & (o < num_blocks)[:, None]
+        found = tl.load(block_counts + p, mask=inside, other=0)
+        tl.store(before + p, total[None, :] + tl.cumsum(found, 0) - found, mask=inside)
         total += tl.sum(found, 0)
-    tl.store(counts + expert, total)
+    tl.store(counts + expert, total, mask=m_e)
+
+
+@triton.jit
+def _population(x):
+    """How many bits of an int32 are set. The compiler knows the pattern."""
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return (x * 0x01010101) >> 24
 
 
 @triton.jit(do_not_specialize=["num_slots", "top_k", "num_experts", "stride_t", "stride_k", "num_blocks"])
 def _place_kernel(
     ids, table, counts, offsets, row_to_slot, slot_to_row, num_slots, top_k, num_experts, stride_t, stride_k,
-    num_blocks, SCANNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    num_blocks, SCANNED: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Places the slots of block b. ``table`` is block_counts, or with SCANNED its sums over earlier blocks."""
     b = tl.program_id(0)
     o = b * BLOCK + tl.arange(0, BLOCK)
-    e = _load_ids(ids, o, num_slots, top_k, num_experts, stride_t, stride_k)
-
-    # Of the own block: equal ids in front. Later chunks have none.
-    ahead = tl.zeros([BLOCK, CHUNK], tl.int32)
-    for j in range(0, BLOCK, CHUNK):
-        o_j = b * BLOCK + j + tl.arange(0, CHUNK)
-        e_j = _load_ids(ids, o_j, num_slots, top_k, num_experts, stride_t, stride_k)
-        ahead += ((e_j[None, :] == e[:, None]) & (o_j[None, :] < o[:, None])).to(tl.int32)
-    row = tl.sum(ahead, 1)
+    e = _load_ids(ids, o, num_slots, top_k, num_experts, stride_t, stride_k, CONTIGUOUS)
+    kept = e < num_experts
+    p = table + b.to(tl.int64) * num_experts
+    row = tl.zeros([BLOCK], tl.int32)
+    if SCANNED:
+        row = tl.load(p + e, mask=kept, other=0)
 
     # Of lower experts, and of the own one in earlier blocks. The sums stay in registers: a sum stored here
     # and read back by another warp would be a race.
@@ -137,41 +155,84 @@ def _place_kernel(
     for i in range(0, num_experts, EXPERTS):
         expert = i + tl.arange(0, EXPERTS)
         m_e = expert < num_experts
-        p_e = table + expert.to(tl.int64) * num_blocks
         if SCANNED:
             found = tl.load(counts + expert, mask=m_e, other=0)
-            earlier = tl.load(p_e + b, mask=m_e, other=0)
+            first = total + tl.cumsum(found, 0) - found
+            start = first
         else:
             found = tl.zeros([EXPERTS], tl.int32)
             earlier = tl.zeros([EXPERTS], tl.int32)
             for k in range(0, num_blocks, BLOCKS):
                 o_b = k + tl.arange(0, BLOCKS)
-                m_b = m_e[:, None] & (o_b < num_blocks)[None, :]
-                part = tl.load(p_e[:, None] + o_b[None, :], mask=m_b, other=0)
-                found += tl.sum(part, 1)
-                earlier += tl.sum(tl.where((o_b < b)[None, :], part, 0), 1)
-        start = total + tl.cumsum(found, 0) - found
-        row += tl.sum(tl.where(e[:, None] == expert[None, :], (start + earlier)[None, :], 0), 1)
+                m_b = (o_b < num_blocks)[:, None] & m_e[None, :]
+                part = tl.load(table + o_b[:, None] * num_experts + expert[None, :], mask=m_b, other=0)
+                found += tl.sum(part, 0)
+                earlier += tl.sum(tl.where((o_b < b)[:, None], part, 0), 0)
+            first = total + tl.cumsum(found, 0) - found
+            start = first + earlier
+        here = kept & (e >= i) & (e < i + EXPERTS)
+        row += tl.where(here, tl.gather(start, tl.where(here, e - i, 0), 0), 0)
         if b == 0:
-            tl.store(offsets + expert, start, mask=m_e)
+            tl.store(offsets + expert, first, mask=m_e)
             if not SCANNED:
                 tl.store(counts + expert, found, mask=m_e)
         total += tl.sum(found, 0)
     if b == 0:
         tl.store(offsets + num_experts, total)
-    kept = e < num_experts
+
+    # Of the own block: equal ids in front. A bit for each slot, 32 to a word, is left where all bits of its id agree.
+    word = tl.arange(0, BLOCK // 32)[:, None]
+    own = tl.arange(0, BLOCK)[None, :]
+    ahead = tl.where(word < own // 32, -1, tl.where(word == own // 32, (1 << (own % 32)) - 1, 0))
+    by_word = tl.reshape(e, [BLOCK // 32, 32])
+    # As wide as the words before its bits are taken: one exchange between threads instead of one for each bit.
+    own_e = e[None, :] + word * 0
+    for bit in tl.static_range(BITS):
+        ones = tl.sum(((by_word >> bit) & 1) << tl.arange(0, 32)[None, :], 1, keep_dims=True)
+        ahead &= ~(ones ^ ((own_e << (31 - bit)) >> 31))
+    row += tl.sum(_population(ahead), 0)
     tl.store(slot_to_row + o, tl.where(kept, row, -1), mask=o < num_slots)
     tl.store(row_to_slot + row, o, mask=kept)
     tl.store(row_to_slot + o, o * 0 - 1, mask=(o >= total) & (o < num_slots))
 
 
-@triton.jit(do_not_specialize=["num_experts", "stride_e", "num_rows"])
+@triton.jit
+def _open(index, kept, inverse, o, limit, length, width, stride_0, stride_1, size):
+    """kept[o] = index[o], of a (length / width, width) index, where o < limit and it is in [0, size), else -1.
+
+    inverse[o] = -1.
+    """
+    row = (o // width).to(tl.int64)
+    column = (o % width).to(tl.int64)
+    inside = (o >= 0) & (o < tl.minimum(limit, length))
+    value = tl.load(index + row * stride_0 + column * stride_1, mask=inside, other=-1)
+    value = tl.where((value >= 0) & (value < size), value, -1).to(tl.int32)
+    tl.store(inverse + o, o * 0 - 1, mask=(o >= 0) & (o < size))
+    tl.store(kept + o, value, mask=(o >= 0) & (o < length))
+    return value
+
+
+@triton.jit
+def _claim(kept, inverse, o, place):
+    """inverse[place] = o, of several the largest; kept[o] = -1 of the others, in whatever order they come.
+
+    All but the largest are told once: by who was there, or by who came.
+    """
+    taken = place >= 0
+    other = tl.atomic_max(inverse + tl.maximum(place, 0), o, mask=taken, sem="relaxed")
+    tl.store(kept + tl.minimum(other, o), o * 0 - 1, mask=taken & (other >= 0))
+
+
+@triton.jit(do_not_specialize=["num_experts", "stride_e", "num_rows", "stride_0"])
 def _bounds_kernel(
-    claimed, counts, offsets, row_to_slot, slot_to_row, num_experts, stride_e, num_rows,
-    IDENTITY: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    claimed, index, counts, offsets, row_to_slot, slot_to_row, num_experts, stride_e, num_rows, stride_0,
+    IDENTITY: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """counts and offsets within num_rows, whatever is claimed; slot_to_row is -1, or with IDENTITY both maps are
-    the row itself up to the last offset."""
+    """counts and offsets within num_rows, whatever is claimed.
+
+    With IDENTITY both maps are the row itself up to the last offset. Else they are opened, and claimed if one
+    program is ALONE.
+    """
     total = tl.program_id(0).to(tl.int64) * 0
     for i in range(0, num_experts, EXPERTS):
         expert = i + tl.arange(0, EXPERTS)
@@ -188,47 +249,30 @@ def _bounds_kernel(
     if tl.program_id(0) == 0:
         tl.store(offsets + num_experts, total)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (o >= 0) & (o < num_rows)
     if IDENTITY:
+        inside = (o >= 0) & (o < num_rows)
         value = tl.where(o < total, o, -1)
         tl.store(row_to_slot + o, value, mask=inside)
         tl.store(slot_to_row + o, value, mask=inside)
     else:
-        tl.store(slot_to_row + o, o * 0 - 1, mask=inside)
-
-
-@triton.jit
-def _load_index(index, o, length, width, stride_0, stride_1, limit, size, LIMITED: tl.constexpr):
-    """int32 places of a (length / width, width) index in [0, size); -1 where there is none."""
-    row = (o // width).to(tl.int64)
-    column = (o % width).to(tl.int64)
-    value = tl.load(index + row * stride_0 + column * stride_1, mask=o < length, other=-1)
-    inside = (value >= 0) & (value < size)
-    if LIMITED:
-        inside = inside & (o < tl.load(limit))
-    return tl.where(inside, value, -1).to(tl.int32)
+        place = _open(index, row_to_slot, slot_to_row, o, total, num_rows, 1, stride_0, 0, num_rows)
+        if ALONE:
+            tl.debug_barrier()
+            _claim(row_to_slot, slot_to_row, o, place)
 
 
 @triton.jit(do_not_specialize=["length", "width", "stride_0", "stride_1", "size"])
-def _claim_kernel(
-    index, inverse, limit, length, width, stride_0, stride_1, size, LIMITED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """inverse[index[i]] = i; of several the largest, in whatever order they come."""
+def _open_kernel(index, kept, inverse, length, width, stride_0, stride_1, size, BLOCK: tl.constexpr):
+    """Maps of which none is claimed yet."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = _load_index(index, o, length, width, stride_0, stride_1, limit, size, LIMITED)
-    tl.atomic_max(inverse + tl.maximum(place, 0), o, mask=place >= 0, sem="relaxed")
+    _open(index, kept, inverse, o, length, length, width, stride_0, stride_1, size)
 
 
-@triton.jit(do_not_specialize=["length", "width", "stride_0", "stride_1", "size"])
-def _keep_kernel(
-    index, inverse, limit, kept, length, width, stride_0, stride_1, size,
-    LIMITED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """kept[i] = index[i] where inverse says i, else -1: only one may keep a place."""
+@triton.jit(do_not_specialize=["length"])
+def _claim_kernel(kept, inverse, length, BLOCK: tl.constexpr):
+    """Claims what kept says: who lost a place before it is read here has claimed it before."""
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    place = _load_index(index, o, length, width, stride_0, stride_1, limit, size, LIMITED)
-    owner = tl.load(inverse + tl.maximum(place, 0), mask=place >= 0, other=-1)
-    tl.store(kept + o, tl.where(owner == o, place, -1), mask=o < length)
+    _claim(kept, inverse, o, tl.load(kept + o, mask=(o >= 0) & (o < length), other=-1))
 
 
 def _fields(like: Tensor, experts: int, rows: int, *slots: int) -> Fields:
@@ -241,82 +285,95 @@ def topk(expert_ids: Tensor, num_experts: int) -> Fields:
     """(counts, offsets, row_to_slot, slot_to_row) of a stable sort by expert, then slot."""
     fields = _fields(expert_ids, num_experts, expert_ids.numel(), *expert_ids.shape)
     slots = expert_ids.numel()
-    # Keys of the comparison are int32.
-    if slots <= FEW_SLOTS and (num_experts + 1) * slots < 2**31:
+    # Keys of the comparison are int32, those of slots past the last too.
+    if slots <= FEW_SLOTS and (num_experts + 1) * slots + 1024 < 2**31:
         _prepare_compare(expert_ids.device, operand.of(expert_ids), num_experts)(expert_ids, *fields)
     else:
         _sort_blocks(expert_ids, *fields)
     return fields
 
 
+def _contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether slots lie side by side: then no program divides by K."""
+    return (shape[1] <= 1 or stride[1] == 1) and (shape[0] <= 1 or stride[0] == shape[1])
+
+
 @lru_cache(REMEMBERED)
 def _prepare_compare(device: torch.device, ids: Operand, num_experts: int) -> Launch:
     slots, top_k = math.prod(ids.shape), max(ids.shape[1], 1)
+    chunk = next(chunk for chunk in (64, 256, 1024) if chunk >= min(slots, 1024))
     return Launch(
-        device, _compare_kernel, (-(-max(slots, num_experts + 1) // 32),), slots, top_k, num_experts, *ids.stride,
-        BLOCK=32, CHUNK=min(256, max(32, power_of_2(slots))), num_warps=8,
+        device, _compare_kernel, (-(-slots // 32) + -(-(num_experts + 1) // 31),), slots, top_k, num_experts,
+        *ids.stride, CONTIGUOUS=_contiguous(ids.shape, ids.stride), BLOCK=32, CHUNK=chunk, num_warps=8,
     )  # fmt: skip
 
 
 def _sort_blocks(expert_ids: Tensor, counts: Tensor, offsets: Tensor, rows: Tensor, places: Tensor) -> None:
     slots, num_experts = rows.shape[0], counts.shape[0]
     sizes = (slots, max(expert_ids.shape[1], 1), num_experts, *expert_ids.stride())
-    device, blocks = expert_ids.device, -(-slots // BLOCK)
-    table = recorder.temporary(counts.new_empty(num_experts, blocks))
+    contiguous = _contiguous(expert_ids.shape, expert_ids.stride())
+    block = BLOCK if num_experts <= MANY_EXPERTS else 4 * BLOCK
+    device, blocks = expert_ids.device, -(-slots // block)
+    table = counts.new_empty(blocks, num_experts)
     launch(
-        device, _count_kernel, (blocks,), (expert_ids, table), *sizes, blocks,
-        BLOCK=BLOCK, EXPERTS=32, num_warps=8,
+        device, _count_kernel, (blocks,), (expert_ids, table), *sizes,
+        CONTIGUOUS=contiguous, BLOCK=block, EXPERTS=256, num_warps=max(block // 128, 1),
     )  # fmt: skip
-    scanned = table.numel() > FEW_COUNTS
+    scanned = -(-blocks // STEP[0]) * -(-num_experts // STEP[1]) > FEW_STEPS
     if scanned:
-        found, table = table, recorder.temporary(torch.empty_like(table))
-        launch(device, _scan_kernel, (num_experts,), (found, table, counts), blocks, BLOCKS=SCAN, num_warps=4)
+        found, table = table, torch.empty_like(table)
+        launch(
+            device, _scan_kernel, (-(-num_experts // 2),), (found, table, counts), num_experts, blocks,
+            BLOCKS=SCAN, EXPERTS=2, num_warps=4,
+        )  # fmt: skip
     launch(
         device, _place_kernel, (blocks,), (expert_ids, table, counts, offsets, rows, places), *sizes, blocks,
-        SCANNED=scanned, BLOCK=BLOCK, CHUNK=16, EXPERTS=16, BLOCKS=256, num_warps=8,
+        SCANNED=scanned, CONTIGUOUS=contiguous, BLOCK=block,
+        BITS=next(bits for bits in (8, 16, 31) if num_experts < 2**bits),
+        BLOCKS=STEP[0], EXPERTS=256 if scanned else STEP[1], num_warps=block // 32,
     )  # fmt: skip
 
 
-def _bounds(claimed: Tensor, num_rows: int, *, identity: bool) -> Fields:
-    experts = claimed.shape[0]
+def _bounds(claimed: Tensor, index: Tensor | None, num_rows: int) -> Fields:
+    experts, identity, alone = claimed.shape[0], index is None, num_rows <= ONE_PROGRAM
     counts, offsets, rows, places = _fields(claimed, experts, num_rows, num_rows)
     launch(
-        claimed.device, _bounds_kernel, (max(1, -(-num_rows // 1024)),), (claimed, counts, offsets, rows, places),
-        experts, claimed.stride(0), num_rows, IDENTITY=identity, BLOCK=1024, EXPERTS=256, num_warps=4,
+        claimed.device, _bounds_kernel, (max(1, -(-num_rows // 1024)),),
+        (claimed, index, counts, offsets, rows, places),
+        experts, claimed.stride(0), num_rows, 0 if index is None else index.stride(0),
+        IDENTITY=identity, ALONE=alone and not identity, BLOCK=1024, EXPERTS=256, num_warps=4,
     )  # fmt: skip
+    if not identity and not alone:
+        _claim_all(rows, places)
     return counts, offsets, rows, places
 
 
-def _invert(index: Tensor, kept: Tensor, inverse: Tensor, limit: Tensor | None) -> None:
-    """Fills ``inverse``, which is all -1, and ``kept`` so that each undoes the other."""
-    length, size = kept.numel(), inverse.numel()
-    width = index.shape[1] if index.dim() == 2 else 1
-    strides = index.stride() if index.dim() == 2 else (index.stride(0), 0)
-    if length == 0:
-        return
-    grid, numbers = (-(-length // 1024),), (length, width, *strides, size)
-    constants = dict(LIMITED=limit is not None, BLOCK=1024, num_warps=4)
-    if size:
-        launch(index.device, _claim_kernel, grid, (index, inverse, limit), *numbers, **constants)
-    launch(index.device, _keep_kernel, grid, (index, inverse, limit, kept), *numbers, **constants)
+def _claim_all(kept: Tensor, inverse: Tensor) -> None:
+    grid = (-(-kept.numel() // 1024),)
+    launch(kept.device, _claim_kernel, grid, (kept, inverse), kept.numel(), BLOCK=1024, num_warps=4)
 
 
 def counts(counts: Tensor, num_rows: int) -> Fields:
     """The fields for rows in expert order already, with slot = row."""
-    sizes, offsets, rows, places = _bounds(counts, num_rows, identity=True)
+    sizes, offsets, rows, places = _bounds(counts, None, num_rows)
     return sizes, offsets, rows, places.view(num_rows, 1)
 
 
 def sorted_rows(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
     """The fields for a sort made elsewhere; slots out of range, or taken, are dropped."""
-    sizes, offsets, rows, places = _bounds(counts, row_to_slot.shape[0], identity=False)
-    _invert(row_to_slot, rows, places, offsets[-1:])
+    sizes, offsets, rows, places = _bounds(counts, row_to_slot, row_to_slot.shape[0])
     return sizes, offsets, rows, places.view(-1, top_k)
 
 
 def maps(slot_to_row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """(row_to_slot, slot_to_row): both directions from one; rows out of range, or taken, are dropped."""
-    rows = torch.full((num_rows,), -1, dtype=torch.int32, device=slot_to_row.device)
+    length, device = slot_to_row.numel(), slot_to_row.device
+    rows = torch.empty(num_rows, dtype=torch.int32, device=device)
     places = rows.new_empty(*slot_to_row.shape)
-    _invert(slot_to_row, places, rows, None)
+    if length or num_rows:
+        sizes = (length, max(slot_to_row.shape[1], 1), *slot_to_row.stride(), num_rows)
+        grid = (-(-max(length, num_rows) // 1024),)
+        launch(device, _open_kernel, grid, (slot_to_row, places, rows), *sizes, BLOCK=1024, num_warps=4)
+    if length and num_rows:
+        _claim_all(places, rows)
     return rows, places

@@ -15,7 +15,10 @@ from anabranch._backends.triton.schedule import schedule
 from anabranch.epilogues import Epilogue, Identity
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm.backends.hopper import plan
-from anabranch.ops.grouped_gemm.backends.hopper.plan import ROWS, WIDE, Config, Maps
+from anabranch.ops.grouped_gemm.backends.hopper.config import ROWS, WIDE, Config
+from anabranch.ops.grouped_gemm.backends.hopper.plan import Maps
+from anabranch.ops.grouped_gemm.backends.hopper.tuned import Gemm, WeightGradient
+from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, TOKEN
 
 _IDENTITY = Identity()
 GATHERED_COLUMNS = 256
@@ -29,17 +32,28 @@ class Rows:
     offsets: Tensor
     row_to_slot: Tensor
     maps: Maps
+    layout: ExpertLayout
 
     @cached_property
     def table(self) -> Tensor:
         """The tiles of the rows, listed on the device."""
         return schedule(self.offsets, self.maps.num_rows, ROWS)
 
+    @cached_property
+    def holes(self) -> bool:
+        """Whether an expert has rows without a slot. Waits for the device."""
+        return bool((self.row_to_slot[: int(self.offsets[-1])] < 0).any())
+
+    @cached_property
+    def partial(self) -> bool:
+        """Whether there are rows that are nobody's. Waits for the device."""
+        return self.holes or int(self.offsets[-1]) < self.maps.num_rows
+
 
 def rows_of(experts: ExpertLayout) -> Rows:
     """A layout's rows."""
     assert experts.offsets is not None
-    return Rows(experts.offsets.contiguous(), experts.row_to_slot.contiguous(), maps_of(experts))
+    return Rows(experts.offsets.contiguous(), experts.row_to_slot.contiguous(), maps_of(experts), experts)
 
 
 def maps_of(experts: ExpertLayout) -> Maps:
@@ -58,7 +72,7 @@ def tiled(value: Tensor) -> bool:
 def gatherable(x: Tensor) -> bool:
     """Whether rows can be copied 16 bytes at a time, in whole stages, with offsets in int32."""
     known = operand.of(x)
-    aligned = tma_refusal(known, (9, 0)) is None and x.shape[1] % WIDE.BK == 0
+    aligned = tma_refusal(known, (9, 0)) is None and x.shape[1] % WIDE.block_k == 0
     return aligned and operand.reach(known) <= on.INT32_MAX
 
 
@@ -93,10 +107,18 @@ def gemm(
     if bias is not None and bias.stride(1) != 1:
         bias = bias.contiguous()
     known, maybe = operand.of, operand.maybe
-    launch = plan.of_gemm(
+    found = plan.of_gemm(
         x.device, known(x), known(weight), known(out), maybe(h), maybe(bias), rows.maps, epilogue, interleaved,
-        gathered, config,
+        gathered,
     )  # fmt: skip
+
+    def product() -> Gemm:
+        how = TOKEN if gathered else ROW
+        return Gemm(
+            found, (), x, rows.layout, how, weight, out, h, bias, None, epilogue, interleaved, ROW, rows
+        )  # fmt: skip
+
+    launch = found.launch(config, x.device, product)
     up = h[:, out.shape[1] :] if h is not None and epilogue.columns == 2 and not interleaved else None
     launch(
         x, weight, out, h, up, out if h is None else h, out if bias is None else bias, rows.row_to_slot, rows.table
@@ -119,7 +141,13 @@ def weight_gradient(
     GATHERED_COLUMNS.
     """
     known = operand.of
-    launch = plan.of_weight_gradient(
-        a.device, known(a), known(b), known(d_weight), rows.maps, a_gathered, b_gathered, config
+    found = plan.of_weight_gradient(
+        a.device, known(a), known(b), known(d_weight), rows.maps, a_gathered, b_gathered
     )
+
+    def product() -> WeightGradient:
+        a_rows, b_rows = (TOKEN if gathered else ROW for gathered in (a_gathered, b_gathered))
+        return WeightGradient(found, (), b, rows.layout, b_rows, a, d_weight, a_rows, False, rows)
+
+    launch = found.launch(config, a.device, product)
     launch(a, b, d_weight, rows.row_to_slot, rows.offsets)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from anabranch import tuning
 from anabranch._backends.hopper.descriptors import Tiles, dense, layout, ragged
 from anabranch._backends.hopper.serves import k_major, size_refusal, weight_refusal
 from anabranch._backends.triton import device as on
@@ -15,41 +18,12 @@ from anabranch._backends.triton.operand import Operand, tma_refusal
 from anabranch._backends.triton.prepared import REMEMBERED, Launch
 from anabranch._backends.triton.schedule import max_tiles
 from anabranch.epilogues import Epilogue
+from anabranch.ops.grouped_gemm.backends.hopper import config as tiles
 from anabranch.ops.grouped_gemm.backends.hopper import product
 from anabranch.ops.grouped_gemm.backends.hopper import weight_gradient as dw
+from anabranch.ops.grouped_gemm.backends.hopper.config import ROWS, Config
 from anabranch.ops.grouped_gemm.backends.triton.plan import device_code, parameters
-
-ROWS = 128
-"""Rows of a tile: two warpgroups' halves."""
-
-
-class Config(NamedTuple):
-    """How a product is cut and staged.
-
-    Attributes:
-        BN: columns of the accumulator, a gate and its up-projection together.
-        BK: of the reduction, columns of a stage.
-        STAGES: stages on their way or in use.
-        EPI_N: columns that are stored at once.
-        NBUF: buffers of each half that stores go through.
-        GROUP_M: row tiles that share a column tile one after another.
-        SKEW: stages by which the first half leads the second.
-        LAG: stages that gathered rows are announced after; 0 lets the copies announce themselves.
-    """
-
-    BN: int = 256
-    BK: int = 64
-    STAGES: int = 4
-    EPI_N: int = 64
-    NBUF: int = 2
-    GROUP_M: int = 16
-    SKEW: int = 2
-    LAG: int = 0
-
-
-WIDE = Config()
-NARROW = Config(BN=128, EPI_N=32, STAGES=6)
-"""For results of few columns."""
+from anabranch.tuning import Key, Product
 
 
 class Maps(NamedTuple):
@@ -60,6 +34,44 @@ class Maps(NamedTuple):
     num_rows: int
     num_slots: int
     top_k: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A product, decided but for how it is cut and staged.
+
+    Attributes:
+        key: what the tuner tells it by.
+        heuristic: the configuration without tuning.
+        prepare: the launch with some configuration, prepared once for each.
+        settled: the launch that the tuner came to, and what it stood by; or nothing yet.
+    """
+
+    key: Key
+    heuristic: Config
+    prepare: Callable[[Config], Any]
+    settled: list[tuple[object, Any]] = field(default_factory=list)
+
+    def launch(self, config: Config | None, device: torch.device, product: Callable[[], Product]) -> Any:
+        """The launch with the caller's configuration, or else with the best one known for a product."""
+        if config is not None:
+            return self.prepare(config)
+        standing = tuning.standing(device)
+        for known, settled in self.settled:
+            if known is standing:
+                return settled
+        found = self.prepare(tuning.choose(product(), self.heuristic))
+        if standing is not None:
+            self.settled[:] = [(standing, found)]
+        return found
+
+
+def key_of(kind: str, dtype: torch.dtype, sizes: tuple[int, ...], rows: int, **traits: bool) -> Key:
+    """What the tuner tells a product by: of a weight of ``sizes``, (E, N, K_dim), with the traits that are true."""
+    experts, n, k_dim = sizes
+    name = str(dtype).removeprefix("torch.")
+    bucket = tuning.bucket(rows, experts)
+    return Key("grouped_gemm", kind, name, n, k_dim, experts, bucket, tuple(t for t in traits if traits[t]))
 
 
 @lru_cache(REMEMBERED)
@@ -88,78 +100,91 @@ def refusal(
 @lru_cache(REMEMBERED)
 def of_gemm(
     device: torch.device, x: Operand, weight: Operand, out: Operand, h: Operand | None, bias: Operand | None,
-    maps: Maps, epilogue: Epilogue, interleaved: bool, gathered: bool, config: Config | None,
-) -> Launch:  # fmt: skip
-    """What launch.gemm launches."""
+    maps: Maps, epilogue: Epilogue, interleaved: bool, gathered: bool,
+) -> Plan:  # fmt: skip
+    """The plan of launch.gemm."""
     experts, n, k_dim = weight.shape
     columns = out.shape[1]
-    split = epilogue.columns == 2 and not interleaved
-    config = config or (WIDE if n > NARROW.BN else NARROW)
-    if triton.cdiv(k_dim, config.BK) < config.STAGES:
-        config = config._replace(SKEW=0)  # the second half could miss one of two starts
-    width = config.BN // epilogue.columns
-    if k_major(weight) and split:
-        halves = weight._replace(
-            shape=(experts, 2, columns, k_dim),
-            stride=(weight.stride[0], columns * weight.stride[1], *weight.stride[1:]),
-        )
-        t_w = dense(halves, [1, 2, width, config.BK])
-    else:
-        t_w = weight_tiles(weight, width if split else config.BN, config.BN, config.BK)
-    block = [64, config.EPI_N]
-    t_out = ragged(out, block)
-    t_h = None if h is None else ragged(h.columns(0, columns) if split else h, block)
+    gated, by_k = epilogue.columns == 2, k_major(weight)
+    split = gated and not interleaved
+    kind = tiles.GATED if split else tiles.INTERLEAVED if gated else tiles.FORWARD
+    traits = dict(gather=gathered, keep_h=h is not None, n_major=not by_k)
+    key = key_of(kind, x.dtype, weight.shape, maps.num_rows, **traits)
     code = device_code(epilogue)
     assert code is not None
-    launch = Launch(
-        device, product.product_kernel, (on.num_sms(device),),
-        x.stride[0], 0 if bias is None else bias.stride[0], max_tiles(maps.num_rows, experts, ROWS),
-        maps.num_rows, maps.num_slots, columns, k_dim,
-        A_LAYOUT=layout([64, config.BK]), TOP_K=maps.top_k, EPILOGUE=code.forward, P=parameters(epilogue),
-        GATED=epilogue.columns == 2, INTERLEAVED=interleaved, KEEP_H=h is not None, HAS_BIAS=bias is not None,
-        GATHERED=gathered, K_MAJOR=k_major(weight), **config._asdict(),
-        WARPS=4 if gathered else 1, CONSUMER_REGISTERS=224 if gathered else 240,
-        PRODUCER_REGISTERS=56 if gathered else 24, num_warps=4,
-    )  # fmt: skip
-    return launch.tiled(
-        {
-            0: None if gathered else dense(x, [64, config.BK]),
-            1: t_w,
-            2: t_out,
-            3: t_h,
-            4: t_h if split else None,
-        }
-    )
+
+    @cache
+    def prepare(config: Config) -> Launch:
+        width = config.block_n // epilogue.columns
+        # The second half could miss one of two starts.
+        skew = config.skew if triton.cdiv(k_dim, config.block_k) >= config.num_stages else 0
+        if by_k and split:
+            halves = weight._replace(
+                shape=(experts, 2, columns, k_dim),
+                stride=(weight.stride[0], columns * weight.stride[1], *weight.stride[1:]),
+            )
+            t_w = dense(halves, [1, 2, width, config.block_k])
+        else:
+            t_w = weight_tiles(weight, width if split else config.block_n, config.block_n, config.block_k)
+        block = [64, config.store_n]
+        t_h = None if h is None else ragged(h.columns(0, columns) if split else h, block)
+        launch = Launch(
+            device, product.product_kernel, (on.num_sms(device),),
+            x.stride[0], 0 if bias is None else bias.stride[0], max_tiles(maps.num_rows, experts, ROWS),
+            maps.num_rows, maps.num_slots, columns, k_dim,
+            A_LAYOUT=layout([64, config.block_k]), TOP_K=maps.top_k, EPILOGUE=code.forward, P=parameters(epilogue),
+            GATED=gated, INTERLEAVED=interleaved, KEEP_H=h is not None, HAS_BIAS=bias is not None,
+            GATHERED=gathered, K_MAJOR=by_k, BN=config.block_n, BK=config.block_k, STAGES=config.num_stages,
+            EPI_N=config.store_n, NBUF=config.num_buffers, GROUP_M=config.group_m, SKEW=skew, LAG=config.lag,
+            WARPS=2 if gathered else 1, CONSUMER_REGISTERS=208 if gathered else 240,
+            PRODUCER_REGISTERS=88 if gathered else 24, num_warps=4,
+        )  # fmt: skip
+        return launch.tiled(
+            {
+                0: None if gathered else dense(x, [64, config.block_k]),
+                1: t_w,
+                2: ragged(out, block),
+                3: t_h,
+                4: t_h if split else None,
+            }
+        )
+
+    return Plan(key, tiles.heuristic(n), prepare)
 
 
 @lru_cache(REMEMBERED)
 def of_weight_gradient(
     device: torch.device, a: Operand, b: Operand, d_weight: Operand, maps: Maps, a_gathered: bool, b_gathered: bool,
-    config: Config | None,
-) -> Launch:  # fmt: skip
-    """What launch.weight_gradient launches."""
+) -> Plan:  # fmt: skip
+    """The plan of launch.weight_gradient."""
     experts, m, n = d_weight.shape
-    config = config or (WIDE if n > NARROW.BN else NARROW)
     gathered = a_gathered or b_gathered
-    blocks = [config.BK, 64], [config.BK, config.BN]
-    a_layout, b_layout = (
-        layout(block if how else [1, 1, *block])
-        for how, block in zip((a_gathered, b_gathered), blocks, strict=True)
-    )
-    work = experts * triton.cdiv(m, ROWS) * triton.cdiv(n, config.BN)
-    launch = Launch(
-        device, dw.weight_gradient_kernel, (min(work, on.num_sms(device)),),
-        a.stride[0], b.stride[0], experts, maps.num_rows, maps.num_slots, m, n,
-        A_LAYOUT=a_layout, B_LAYOUT=b_layout, TOP_K=maps.top_k, A_GATHERED=a_gathered, B_GATHERED=b_gathered,
-        BN=config.BN, BK=config.BK, STAGES=config.STAGES, EPI_N=config.EPI_N, NBUF=config.NBUF,
-        GROUP_M=config.GROUP_M, WARPS=4 if gathered else 1, CONSUMER_REGISTERS=216 if gathered else 240,
-        PRODUCER_REGISTERS=72 if gathered else 24, num_warps=4,
-    )  # fmt: skip
-    t_a, t_b = (
-        None if how else ragged(value, block)
-        for value, how, block in zip((a, b), (a_gathered, b_gathered), blocks, strict=True)
-    )
-    return launch.tiled({0: t_a, 1: t_b, 2: dense(d_weight, [1, 64, config.EPI_N])})
+    traits = dict(a_gather=a_gathered, b_gather=b_gathered)
+    key = key_of(tiles.WEIGHT_GRADIENT, a.dtype, d_weight.shape, maps.num_rows, **traits)
+
+    @cache
+    def prepare(config: Config) -> Launch:
+        blocks = [config.block_k, 64], [config.block_k, config.block_n]
+        a_layout, b_layout = (
+            layout(block if how else [1, 1, *block])
+            for how, block in zip((a_gathered, b_gathered), blocks, strict=True)
+        )
+        work = experts * triton.cdiv(m, ROWS) * triton.cdiv(n, config.block_n)
+        launch = Launch(
+            device, dw.weight_gradient_kernel, (min(work, on.num_sms(device)),),
+            a.stride[0], b.stride[0], experts, maps.num_rows, maps.num_slots, m, n,
+            A_LAYOUT=a_layout, B_LAYOUT=b_layout, TOP_K=maps.top_k, A_GATHERED=a_gathered, B_GATHERED=b_gathered,
+            BN=config.block_n, BK=config.block_k, STAGES=config.num_stages, EPI_N=config.store_n,
+            NBUF=config.num_buffers, GROUP_M=config.group_m, WARPS=4 if gathered else 1,
+            CONSUMER_REGISTERS=216 if gathered else 240, PRODUCER_REGISTERS=72 if gathered else 24, num_warps=4,
+        )  # fmt: skip
+        t_a, t_b = (
+            None if how else ragged(value, block)
+            for value, how, block in zip((a, b), (a_gathered, b_gathered), blocks, strict=True)
+        )
+        return launch.tiled({0: t_a, 1: t_b, 2: dense(d_weight, [1, 64, config.store_n])})
+
+    return Plan(key, tiles.heuristic(n), prepare)
 
 
 def weight_tiles(weight: Operand, rows_n: int, block_n: int, block_k: int) -> Tiles:

@@ -50,10 +50,35 @@ def producer(
 
 
 @jit
-def slots_of(row_to_slot, row, end, num_slots, LAYOUT: gl.constexpr):
-    """The slots of 64 rows; slot 0 past the expert's end, where nothing is stored, and where there is none."""
+def slots_of(row_to_slot, row, end, num_slots, LAYOUT: gl.constexpr, LIVE: gl.constexpr):
+    """The slots of 64 rows; slot 0 past the expert's end, where nothing is stored, and where there is none.
+
+    If LIVE, -1 there.
+    """
     r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    return inside(gl.load(row_to_slot + r, mask=r < end, other=0), num_slots)
+    if LIVE:
+        return gl.minimum(gl.load(row_to_slot + r, mask=r < end, other=-1), num_slots - 1)
+    else:
+        return inside(gl.load(row_to_slot + r, mask=r < end, other=0), num_slots)
+
+
+@jit
+def places(slots, stride_xm, TOP_K: gl.constexpr, LIVE: gl.constexpr):
+    """Where in x the rows of slots begin; -1 of a row that is nobody's, if LIVE."""
+    o_x = slots // TOP_K * stride_xm
+    if LIVE:
+        return gl.where(slots < 0, -1, o_x)
+    else:
+        return o_x
+
+
+@jit
+def gather_places(x, o_x, o_k, buffer, LIVE: gl.constexpr):
+    """Starts copying the rows that :func:`places` gave; zeros where it gave -1."""
+    if LIVE:
+        gather_live(x, gl.maximum(o_x, 0), o_k, o_x >= 0, buffer)
+    else:
+        gather(x, o_x, o_k, buffer)
 
 
 @jit
@@ -85,9 +110,11 @@ def gathering_producer(
     a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, K_MAJOR: gl.constexpr, PARTS: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, WARPS: gl.constexpr,
-    LAG: gl.constexpr,
+    LAG: gl.constexpr, LIVE: gl.constexpr,
 ):  # fmt: skip
     """Copies rows of x from token order, and loads the weight as the other producer does.
+
+    Rows without a slot are some other token's, or zeros if LIVE.
 
     Offsets into x are int32, half the registers of pointers; K is a multiple of BK.
     """
@@ -105,28 +132,28 @@ def gathering_producer(
     step = gl.num_programs(0)
     first = gl.program_id(0)
     expert, row, end, tile_n = locate(first, total, num_m, num_n, tiles, size, GROUP_M)
-    s0 = slots_of(row_to_slot, row, end, num_slots, LAYOUT)
-    s1 = slots_of(row_to_slot, row + 64, end, num_slots, LAYOUT)
+    s0 = slots_of(row_to_slot, row, end, num_slots, LAYOUT, LIVE)
+    s1 = slots_of(row_to_slot, row + 64, end, num_slots, LAYOUT, LIVE)
     following = locate(first + step, total, num_m, num_n, tiles, size, GROUP_M)
     for tile in range(first, total, step):
         this = expert
         n = tile_n * FIRST
         both = row + 64 < end
-        x0 = s0 // TOP_K * stride_xm
-        x1 = s1 // TOP_K * stride_xm
+        x0 = places(s0, stride_xm, TOP_K, LIVE)
+        x1 = places(s1, stride_xm, TOP_K, LIVE)
         # The rows of the next tile, and where the one after it is: nothing here waits for memory.
         expert, row, end, tile_n = following
-        s0 = slots_of(row_to_slot, row, end, num_slots, LAYOUT)
-        s1 = slots_of(row_to_slot, row + 64, end, num_slots, LAYOUT)
+        s0 = slots_of(row_to_slot, row, end, num_slots, LAYOUT, LIVE)
+        s1 = slots_of(row_to_slot, row + 64, end, num_slots, LAYOUT, LIVE)
         following = locate(tile + 2 * step, total, num_m, num_n, tiles, size, GROUP_M)
         for k in range(0, K, BK):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, BN * BK * 2)
             load_weight(w_desc, this, n, k, N, bar, b_bufs, stage, K_MAJOR, PARTS, SPLIT)
-            gather(x + k, x0, o_k, a_bufs.index(stage * 2))
+            gather_places(x + k, x0, o_k, a_bufs.index(stage * 2), LIVE)
             if both:
-                gather(x + k, x1, o_k, a_bufs.index(stage * 2 + 1))
+                gather_places(x + k, x1, o_k, a_bufs.index(stage * 2 + 1), LIVE)
             if LAG == 0:
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             else:

@@ -256,7 +256,7 @@ def product_kernel(
                 )),
                 (gathering_producer, (
                     a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K,
-                    GATED, INTERLEAVED, K_MAJOR, PARTS, BN, BK, STAGES, GROUP_M, WARPS, LAG,
+                    GATED, INTERLEAVED, K_MAJOR, PARTS, BN, BK, STAGES, GROUP_M, WARPS, LAG, False,
                 )),
             ],
             [4, WARPS],

@@ -10,6 +10,7 @@ from torch import Tensor
 from anabranch._backends.triton import explained
 from anabranch._backends.triton.combine import combine
 from anabranch._backends.triton.explained import expert_rows, load_path
+from anabranch._backends.triton.fill import converted, zeros
 from anabranch.epilogues import Identity
 from anabranch.ops.checks import needs_grad
 from anabranch.ops.grouped_gemm.backends.triton import launch
@@ -89,7 +90,7 @@ def backward(
     d_z, z_rows = grad, SLOT if call.scatter else ROW
     if need_scale:
         assert call.scale is not None
-        d_scale = torch.zeros(call.scale.shape, dtype=torch.float32, device=call.device)
+        d_scale = zeros(call.scale.shape, torch.float32, call.device)
     if call.scale is not None or h is not None:
         if d_scale is not None and h is None:
             h = _pre_activation(call)
@@ -126,7 +127,7 @@ def backward(
         launch.bias_gradient(d_z, layout, d_bias, z_rows=z_rows)
     if d_scale is not None:
         assert call.scale is not None
-        d_scale = d_scale.to(call.scale.dtype)
+        d_scale = converted(d_scale, call.scale.dtype)
     return d_x, d_weight, d_bias, d_scale
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
+from anabranch.epilogues import Epilogue
 from anabranch.layout import ExpertLayout
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, TOKEN
 from anabranch.tuning import Sample
@@ -24,12 +25,8 @@ SAMPLED = 2**25
 
 def of_gemm(product: Gemm) -> list[Sample]:
     """The output and, if it is kept, the pre-activation: every expert's first and last rows and some between."""
-    starts, layout = _starts(product.layout), product.layout
-    rows = _spread(starts, max(1, SAMPLED // max(product.weight.shape[1], 1)))
-    # Rows that are nobody's are zero, and so are slots without a row.
-    unused = list(range(starts[-1], layout.num_rows))[:: max(1, (layout.num_rows - starts[-1]) // 64)]
-    index = torch.tensor([*itertools.chain(*rows), *unused], dtype=torch.int64, device=product.device)
-    counts = [len(some) for some in rows]
+    layout = product.layout
+    index, counts = some_rows(layout, product.weight.shape[1])
     z, y = _values(product, index, counts, torch.float64)
     plain_z, plain_y = _values(product, index, counts, None)
     terms = product.weight.shape[2] + 1  # the bias
@@ -46,6 +43,36 @@ def of_gemm(product: Gemm) -> list[Sample]:
     return [out] if product.h is None else [out, Sample("h", index, z, plain_z, terms)]
 
 
+def some_rows(layout: ExpertLayout, columns: int) -> tuple[Tensor, list[int]]:
+    """Rows of which so many columns are compared, sorted, and how many are each expert's: the last are nobody's."""
+    starts = _starts(layout)
+    rows = _spread(starts, max(1, SAMPLED // max(columns, 1)))
+    # Rows that are nobody's are zero, and so are slots without a row.
+    unused = list(range(starts[-1], layout.num_rows))[:: max(1, (layout.num_rows - starts[-1]) // 64)]
+    index = torch.tensor([*itertools.chain(*rows), *unused], dtype=torch.int64, device=layout.device)
+    return index, [len(some) for some in rows]
+
+
+def multiplied(
+    x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """``x @ weight[expert].T + bias[expert]`` of rows, so many of each expert; zeros in the others."""
+    z = x.new_zeros(len(x), weight.shape[1], dtype=dtype)
+    stop = 0
+    for expert, count in enumerate(counts):
+        start, stop = stop, stop + count
+        if count:
+            added = None if bias is None else bias[expert].to(dtype)
+            z[start:stop] = F.linear(x[start:stop].to(dtype), weight[expert].to(dtype), added)
+    return z
+
+
+def split(z: Tensor, epilogue: Epilogue, interleaved: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The operands of an epilogue."""
+    parts = (z[:, 0::2], z[:, 1::2]) if interleaved else z.chunk(epilogue.columns, -1)
+    return tuple(part.to(dtype) for part in parts)
+
+
 def _values(
     product: Gemm, rows: Tensor, counts: Sequence[int], wide: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
@@ -55,16 +82,8 @@ def _values(
     slots = slots.clamp(min=0)
     x = product.x[_places(rows, slots, product.layout.top_k, product.x_rows)].masked_fill(dead, 0)
     dtype = wide or x.dtype
-    z = x.new_zeros(len(rows), product.weight.shape[1], dtype=dtype)
-    stop = 0
-    for expert, count in enumerate(counts):
-        start, stop = stop, stop + count
-        if count:
-            bias = None if product.bias is None else product.bias[expert].to(dtype)
-            z[start:stop] = F.linear(x[start:stop].to(dtype), product.weight[expert].to(dtype), bias)
-    z.masked_fill_(dead, 0)
-    parts = (z[:, 0::2], z[:, 1::2]) if product.interleaved else z.chunk(product.epilogue.columns, -1)
-    y = product.epilogue.forward(*(part.to(wide or torch.float32) for part in parts))
+    z = multiplied(x, product.weight, product.bias, counts, dtype).masked_fill_(dead, 0)
+    y = product.epilogue.forward(*split(z, product.epilogue, product.interleaved, wide or torch.float32))
     if product.scale is not None:
         y = y * product.scale.reshape(-1, 1)[slots].masked_fill(dead, 0).to(y.dtype)
     return z, y.masked_fill(dead, 0).to(dtype)

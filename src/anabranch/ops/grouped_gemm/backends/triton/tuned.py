@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -29,7 +30,7 @@ def chosen(
     """
     if isinstance(config, GroupedGemmConfig):
         return config
-    plan = product.plan
+    plan: Plan = product.plan
     if config == tuning.HEURISTIC:
         return plan.heuristic
     standing = tuning.standing(product.device)
@@ -49,10 +50,13 @@ def refusal(config: GroupedGemmConfig, dtype: torch.dtype, device: torch.device,
 
 @dataclass(eq=False)  # made at every launch, so not frozen, which takes three times as long
 class Product:
-    """The arguments of a launcher, and the plan for them. Subclasses say what is computed."""
+    """The arguments of a launcher, and the plan for them. Subclasses say what is computed.
 
-    plan: Plan
-    maps: tuple[Tensor, Tensor, Tensor]
+    The plan is of Triton or of Hopper, and so are configurations.
+    """
+
+    plan: Any
+    maps: Sequence[Tensor]
     x: Tensor
     layout: ExpertLayout
     x_rows: tl.constexpr
@@ -69,13 +73,17 @@ class Product:
         """Where it runs."""
         return self.layout.device
 
-    def refusal(self, config: GroupedGemmConfig) -> str | None:
+    def refusal(self, config: Any) -> str | None:
         """Why a configuration cannot run here."""
         return refusal(config, self.x.dtype, self.device, self.kind)
 
-    def trial(self, default: GroupedGemmConfig) -> Trial:
+    def trial(self, default: Any) -> Trial:
         """The product as an experiment."""
-        key = self.key()
+        candidates = self.candidates(default)
+        return Trial(self.key(), default, candidates, self.family, self.outputs, self.run, self.samples)
+
+    def candidates(self, default: Any) -> Sequence[Any]:
+        """What is tried beside the heuristic's configuration."""
         space = tiles.search_space(
             self.x.dtype,
             on.shared_memory_limit(self.device),
@@ -83,13 +91,13 @@ class Product:
             capability=on.capability(self.device),
             precision=on.input_precision(self.x.dtype),
         )
-        return Trial(key, default, _sensible(space, key), self.family, self.outputs, self.run, self.samples)
+        return _sensible(space, self.key())
 
     def key(self) -> Key:
         """What tells it from others."""
         return self.plan.key
 
-    def family(self, config: GroupedGemmConfig) -> tuple[int, ...]:
+    def family(self, config: Any) -> tuple[int, ...]:
         """The shape of the accumulator, and the threads that hold it."""
         return config.block_m, config.block_n, config.num_warps
 
@@ -97,7 +105,7 @@ class Product:
         """Memory as the call's own."""
         raise NotImplementedError
 
-    def run(self, config: GroupedGemmConfig, outputs: Sequence[Tensor]) -> None:
+    def run(self, config: Any, outputs: Sequence[Tensor]) -> None:
         """Launches it."""
         raise NotImplementedError
 
@@ -120,9 +128,9 @@ class Gemm(Product):
     out_rows: tl.constexpr
 
     def outputs(self) -> Sequence[Tensor]:
-        return [_like(value) for value in (self.out, self.h) if value is not None]
+        return [like(value) for value in (self.out, self.h) if value is not None]
 
-    def run(self, config: GroupedGemmConfig, outputs: Sequence[Tensor]) -> None:
+    def run(self, config: Any, outputs: Sequence[Tensor]) -> None:
         from anabranch.ops.grouped_gemm.backends.triton import launch
 
         launch.gemm(
@@ -153,13 +161,13 @@ class WeightGradient(Product):
     z_rows: tl.constexpr
     holes: bool
 
-    def family(self, config: GroupedGemmConfig) -> tuple[int, ...]:
+    def family(self, config: Any) -> tuple[int, ...]:
         return config.block_n, config.block_k, config.num_warps
 
     def outputs(self) -> Sequence[Tensor]:
-        return [_like(self.d_weight)]
+        return [like(self.d_weight)]
 
-    def run(self, config: GroupedGemmConfig, outputs: Sequence[Tensor]) -> None:
+    def run(self, config: Any, outputs: Sequence[Tensor]) -> None:
         from anabranch.ops.grouped_gemm.backends.triton import launch
 
         launch.weight_gradient(
@@ -185,7 +193,7 @@ def _sensible(space: Iterable[GroupedGemmConfig], key: Key) -> list[GroupedGemmC
     return [config for config in space if low <= config.block_m <= max(64, 2 * key.rows)]
 
 
-def _like(value: Tensor) -> Tensor:
+def like(value: Tensor) -> Tensor:
     """Memory of its own with a tensor's strides, and its address's distance from a multiple of 16 bytes."""
     shift = value.data_ptr() % 16 // value.element_size()
     steps = zip(value.shape, value.stride(), strict=True)

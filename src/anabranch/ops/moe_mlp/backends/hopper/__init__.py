@@ -55,23 +55,13 @@ def padding(call: MoeMlpCall) -> float | None:
 
 
 def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None, routing: Routing) -> Fields:
-    """Routes, and writes the output, and the pre-activation if ``h`` is given: freshly allocated ones.
-
-    Returns the fields of the layout.
-    """
-    from anabranch.ops.moe_mlp.backends.triton import remembered
-
-    return remembered.forward(forward_routed, call, out, h, routing)
-
-
-def forward_routed(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> Sequence[Tensor]:
-    """Writes the output, and the pre-activation if ``h`` is given, of a call with its layout.
-
-    Returns the other tensors that it wrote, all by launches.
-    """
+    """Routes, and writes the output, and the pre-activation if ``h`` is given. Returns the fields of the layout."""
     from anabranch._backends.triton.combine import combine
     from anabranch.ops.grouped_gemm.backends.hopper import launch
 
+    assert call.expert_ids is not None
+    fields = routing(call.expert_ids, call.down.shape[0])
+    call = call.routed(fields)
     layout = call.layout
     assert layout is not None
     rows = launch.rows_of(layout)
@@ -91,7 +81,7 @@ def forward_routed(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> Sequence[
     y = call.x.new_empty(layout.num_rows, call.x.shape[1])
     launch.gemm(a, call.down_nk, rows, y, bias=call.down_bias)
     combine(y, layout.slot_to_row, call.expert_weights if call.weight_on == "output" else None, out)
-    return (a, y, rows.table, *([] if gathered else [x]))
+    return fields
 
 
 def _inputs(call: MoeMlpCall, width: int = 1) -> tuple[Tensor, bool]:
@@ -113,6 +103,7 @@ def backward(
     Without h the up-projection is computed again, to the bits that the forward would have kept.
     """
     from anabranch._backends.triton.combine import combine
+    from anabranch._backends.triton.fill import converted, zero
     from anabranch._backends.triton.gather import gather_rows
     from anabranch.ops.grouped_gemm.backends.hopper import launch
     from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW
@@ -130,11 +121,18 @@ def backward(
     d_x = d_gate_up = d_down = d_gate_up_bias = d_down_bias = d_weights = d_h = a = None
     if need_weights:
         # The gate's gradient fills it; the weights of an input are told slot by slot, and dropped ones are not.
-        new = torch.empty if on_output else torch.zeros
-        d_weights = new(call.expert_weights.shape, dtype=torch.float32, device=call.device)
+        d_weights = torch.empty(call.expert_weights.shape, dtype=torch.float32, device=call.device)
+        if not on_output:
+            zero(d_weights)
 
     rows = launch.rows_of(layout)
-    d_rows = gather_rows(grad, layout)
+    if call.down_bias is None:
+        d_y, by_token = launch.inputs(grad, layout, launch.GATHERED_COLUMNS)
+    else:
+        d_y, by_token = (
+            gather_rows(grad, layout),
+            False,
+        )  # as its gradient, and its share of the weights', read it
     if need_d_h or need_down or (need_weights and on_output):
         a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2]) if need_down else None
         if h is None:
@@ -147,7 +145,7 @@ def backward(
         elif need_d_h:
             d_h = torch.empty_like(h)
         pre_activation_gradient(
-            d_rows,
+            d_y,
             call.down_nk.mT,
             h,
             scale,
@@ -157,19 +155,26 @@ def backward(
             d_h=d_h,
             a_out=a,
             d_scale=d_weights if on_output else None,
+            gathered=by_token,
         )
     if need_down:
         assert a is not None
         d_down = torch.empty_like(call.down, memory_format=torch.contiguous_format)
-        launch.weight_gradient(*_roles(call, d_rows, a), rows, d_down)
+        launch.weight_gradient(
+            *_roles(call, d_y, a),
+            rows,
+            d_down,
+            a_gathered=by_token and not call.transpose_weight,
+            b_gathered=by_token and call.transpose_weight,
+        )
         del a
     if call.down_bias is not None:
         if need_down_bias:
             d_down_bias = torch.empty_like(call.down_bias, memory_format=torch.contiguous_format)
-            bias_gradient(d_rows, layout, d_down_bias, z_rows=ROW, scale=scale)
+            bias_gradient(d_y, layout, d_down_bias, z_rows=ROW, scale=scale)
         if d_weights is not None and on_output:
-            row_dot(call, d_rows, call.down_bias, d_weights, by_expert=True)
-    del d_rows
+            row_dot(call, d_y, call.down_bias, d_weights, by_expert=True)
+    del d_y
     if need_rows:
         assert d_h is not None
         x_rows = call.x.new_empty(layout.num_rows, call.x.shape[1])
@@ -196,7 +201,7 @@ def backward(
         d_gate_up_bias = torch.empty_like(call.gate_up_bias, memory_format=torch.contiguous_format)
         bias_gradient(d_h, layout, d_gate_up_bias, z_rows=ROW)
     if d_weights is not None:
-        d_weights = d_weights.to(call.expert_weights.dtype)
+        d_weights = converted(d_weights, call.expert_weights.dtype)
     return d_x, d_gate_up, d_down, d_weights, d_gate_up_bias, d_down_bias
 
 

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import triton
 from torch import Tensor
 
-from anabranch._backends.hopper.descriptors import dense
+from anabranch._backends.hopper.descriptors import dense, layout
 from anabranch._backends.hopper.serves import k_major, size_refusal, weight_refusal
 from anabranch._backends.triton import device as on
 from anabranch._backends.triton import operand
+from anabranch._backends.triton.fill import add_up, zero
 from anabranch._backends.triton.operand import Operand
 from anabranch._backends.triton.prepared import REMEMBERED, Launch
 from anabranch._backends.triton.schedule import max_tiles
 from anabranch.epilogues import Epilogue
+from anabranch.ops.grouped_gemm.backends.hopper.config import GATE_GRADIENT, ROWS, Config
 from anabranch.ops.grouped_gemm.backends.hopper.launch import Rows
-from anabranch.ops.grouped_gemm.backends.hopper.plan import NARROW, ROWS, WIDE, Config, Maps, weight_tiles
+from anabranch.ops.grouped_gemm.backends.hopper.plan import Maps, Plan, key_of, weight_tiles
+from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, TOKEN
 from anabranch.ops.grouped_gemm.backends.triton.plan import device_code, parameters
-from anabranch.ops.moe_mlp.backends.hopper import gate_gradient
+from anabranch.ops.moe_mlp.backends.hopper import gate_gradient, tuned
+from anabranch.ops.moe_mlp.backends.hopper.tuned import PIECE, PIECES, GateGradient
 
-PIECE = 8
-"""Rows that are finished at once: as many as a block of shared memory has, whose addresses are swizzled."""
-FULL = WIDE._replace(STAGES=3, SKEW=1)
-FEW = NARROW._replace(STAGES=5, SKEW=0)
-"""For few columns. Beside the stages, shared memory holds a tile and PIECE rows of the pre-activation twice."""
+DEEP = 4096
+"""Columns of the output from which finishing warps read h by pointers: they have the time to wait for it then, and
+shared memory is the product's alone."""
 
 
 @lru_cache(REMEMBERED)
@@ -54,54 +56,77 @@ def pre_activation_gradient(
     d_h: Tensor | None = None,
     a_out: Tensor | None = None,
     d_scale: Tensor | None = None,
+    gathered: bool = False,
     config: Config | None = None,
 ) -> None:
     """From the gradient of ``(scale *) epilogue(h) @ weight[expert].mT`` in row order, writes what is given.
 
     weight is an (E, N, K) view, contiguous along N or K. d_h as h, possibly h itself, a_out the scaled
     activation (R, N), d_scale (T, K) in fp32, zeros at dropped slots. Rows without a slot are left alone.
+    With ``gathered`` d_rows lies in token order and row r reads its token; one without a slot reads zeros.
     """
     known, maybe = operand.of, operand.maybe
-    launch, parts = _pre_activation_gradient(
+    found = _plan(
         h.device, known(d_rows), known(weight), known(h), maybe(scale), rows.maps, epilogue, interleaved,
-        d_h is not None, a_out is not None, d_scale is not None, config,
+        d_h is not None, a_out is not None, d_scale is not None, gathered,
     )  # fmt: skip
+
+    def product() -> GateGradient:
+        return GateGradient(
+            found, (), d_rows, rows.layout, TOKEN if gathered else ROW, weight, h, scale, rows, epilogue, interleaved,
+            d_h is not None, a_out is not None, d_scale is not None,
+        )  # fmt: skip
+
+    launch, parts = found.launch(config, h.device, product)
     dots = rows.offsets
     if d_scale is not None:
         # By tile of columns, and summed in an order that does not depend on which is first.
-        dots = d_scale.zero_() if parts == 1 else d_scale.new_zeros(parts, *d_scale.shape)
+        dots = zero(d_scale if parts == 1 else d_scale.new_empty(parts, *d_scale.shape))
     launch(
         d_rows, weight, h, h if scale is None else scale, h if d_h is None else d_h,
         h if a_out is None else a_out, dots, rows.row_to_slot, rows.table,
     )  # fmt: skip
     if d_scale is not None and parts > 1:
-        torch.sum(dots, 0, out=d_scale)
+        add_up(dots, d_scale)
 
 
 @lru_cache(REMEMBERED)
-def _pre_activation_gradient(
+def _plan(
     device: torch.device, d_rows: Operand, weight: Operand, h: Operand, scale: Operand | None, maps: Maps,
-    epilogue: Epilogue, interleaved: bool, need_h: bool, need_a: bool, need_dot: bool, config: Config | None,
-) -> tuple[Launch, int]:  # fmt: skip
-    """The launch, and how many tiles of columns there are."""
+    epilogue: Epilogue, interleaved: bool, need_h: bool, need_a: bool, need_dot: bool, gathered: bool,
+) -> Plan:  # fmt: skip
+    """What :func:`pre_activation_gradient` launches, and in how many tiles of columns."""
     experts, columns, k_dim = weight.shape
-    config = config or (FULL if columns > NARROW.BN else FEW)
     code = device_code(epilogue)
     assert code is not None
     # What no gradient needs costs no product: only the activation is made again then.
-    k_dim = k_dim if need_h or need_dot else 0
-    if triton.cdiv(k_dim, config.BK) < config.STAGES:
-        config = config._replace(SKEW=0)  # the second half could miss one of two starts
-    launch = Launch(
-        device, gate_gradient.gate_gradient_kernel, (on.num_sms(device),),
-        h.stride[0], *((0, 0) if scale is None else scale.stride), maps.num_slots,
-        max_tiles(maps.num_rows, experts, ROWS), columns, k_dim,
-        EPILOGUE=code.backward, P=parameters(epilogue), GATED=epilogue.columns == 2, INTERLEAVED=interleaved,
-        WEIGHTED=scale is not None, NEED_H=need_h, NEED_A=need_a, NEED_DOT=need_dot, TOP_K=maps.top_k,
-        K_MAJOR=k_major(weight), BN=config.BN, BK=config.BK, STAGES=config.STAGES, GROUP_M=config.GROUP_M,
-        PIECE_M=PIECE, FINISHERS=2, CONSUMER_REGISTERS=160, FINISHER_REGISTERS=184, SLOTS=2, SKEW=config.SKEW,
-        WHOLE_N=columns % config.BN == 0, num_warps=4,
+    depth = k_dim if need_h or need_dot else 0
+    gated, by_k = epilogue.columns == 2, k_major(weight)
+    key = key_of(
+        GATE_GRADIENT, h.dtype, weight.shape, maps.num_rows, gated=gated, interleaved=interleaved,
+        weighted=scale is not None, n_major=not by_k, no_h=not need_h, no_a=not need_a, no_dot=not need_dot,
+        gather=gathered,
     )  # fmt: skip
-    t_w = weight_tiles(weight, config.BN, config.BN, config.BK)
-    launch.tiled({0: dense(d_rows, [64, config.BK]), 1: t_w, 2: dense(h, [PIECE, config.BN])})
-    return launch, triton.cdiv(columns, config.BN)
+
+    @cache
+    def prepare(config: Config) -> tuple[Launch, int]:
+        # The second half could miss one of two starts.
+        skew = config.skew if triton.cdiv(depth, config.block_k) >= config.num_stages else 0
+        whole = columns % config.block_n == 0
+        pieces = 0 if depth >= DEEP and whole and not interleaved else PIECES
+        launch = Launch(
+            device, gate_gradient.gate_gradient_kernel, (on.num_sms(device),),
+            d_rows.stride[0], h.stride[0], *((0, 0) if scale is None else scale.stride), maps.num_slots,
+            max_tiles(maps.num_rows, experts, ROWS), columns, depth, A_LAYOUT=layout([64, config.block_k]),
+            EPILOGUE=code.backward, P=parameters(epilogue), GATED=gated, INTERLEAVED=interleaved,
+            WEIGHTED=scale is not None, NEED_H=need_h, NEED_A=need_a, NEED_DOT=need_dot, TOP_K=maps.top_k,
+            GATHERED=gathered, K_MAJOR=by_k, BN=config.block_n, BK=config.block_k, STAGES=config.num_stages,
+            GROUP_M=config.group_m, SKEW=skew, WARPS=2 if gathered and not pieces else 1, PIECE_M=PIECE,
+            SLOTS=pieces, FINISHERS=2, CONSUMER_REGISTERS=160, FINISHER_REGISTERS=184, WHOLE_N=whole, num_warps=4,
+        )  # fmt: skip
+        t_w = weight_tiles(weight, config.block_n, config.block_n, config.block_k)
+        t_x = None if gathered else dense(d_rows, [64, config.block_k])
+        launch.tiled({0: t_x, 1: t_w, 2: dense(h, [PIECE, config.block_n]) if pieces else None})
+        return launch, triton.cdiv(columns, config.block_n)
+
+    return Plan(key, tuned.heuristic(columns), prepare)

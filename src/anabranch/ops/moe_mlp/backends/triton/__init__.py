@@ -10,6 +10,7 @@ from torch import Tensor
 from anabranch._backends.triton import explained
 from anabranch._backends.triton.combine import combine, power_of_2
 from anabranch._backends.triton.explained import expert_rows, load_path
+from anabranch._backends.triton.fill import converted, zeros
 from anabranch._backends.triton.gather import gather_rows
 from anabranch._backends.triton.prepared import launch
 from anabranch.epilogues import Identity
@@ -25,9 +26,8 @@ from anabranch.ops.grouped_gemm.backends.triton.launch import (
     refusal,
     weight_gradient,
 )
-from anabranch.ops.grouped_gemm.backends.triton.plan import GemmLaunch
 from anabranch.ops.grouped_gemm.backends.triton.tuned import Gemm, chosen
-from anabranch.ops.moe_mlp.backends.triton import kernels, remembered
+from anabranch.ops.moe_mlp.backends.triton import kernels
 from anabranch.ops.moe_mlp.call import MoeMlpCall
 from anabranch.ops.route.call import Fields, Routing
 
@@ -38,30 +38,20 @@ def supports(call: MoeMlpCall) -> str | None:
 
 
 def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None, routing: Routing) -> Fields:
-    """Routes, and writes the output, and the pre-activation if ``h`` is given: freshly allocated ones.
-
-    Returns the fields of the layout.
-    """
-    return remembered.forward(forward_routed, call, out, h, routing)
-
-
-def forward_routed(call: MoeMlpCall, out: Tensor, h: Tensor | None) -> Sequence[Tensor] | None:
-    """Writes the output, and the pre-activation if ``h`` is given, of a call with its layout.
-
-    Returns the other tensors that it wrote, all by launches, or None if it did more than launch.
-    """
+    """Routes, and writes the output, and the pre-activation if ``h`` is given. Returns the fields of the layout."""
+    assert call.expert_ids is not None
+    fields = routing(call.expert_ids, call.down.shape[0])
+    call = call.routed(fields)
     layout = call.layout
     assert layout is not None
     x = _up_operand(call)
     a = x.new_empty(layout.num_rows, call.down_nk.shape[2])
     y = x.new_empty(layout.num_rows, x.shape[1])
     schedules: Schedules = {}
-    up = _up(call, x, a, h, schedules)
-    down = gemm(a, call.down_nk, layout, y, bias=call.down_bias, schedules=schedules)
+    _up(call, x, a, h, schedules)
+    gemm(a, call.down_nk, layout, y, bias=call.down_bias, schedules=schedules)
     combine(y, layout.slot_to_row, call.expert_weights if call.weight_on == "output" else None, out)
-    if up is None or down is None:
-        return None  # zeros, written by PyTorch
-    return (a, y, *schedules.values(), *([] if x is call.x else [x]))
+    return fields
 
 
 def _up_operand(call: MoeMlpCall) -> Tensor:
@@ -70,10 +60,10 @@ def _up_operand(call: MoeMlpCall) -> Tensor:
     return call.x if call.weight_on == "output" else gather_rows(call.x, call.layout, call.expert_weights)
 
 
-def _up(call: MoeMlpCall, x: Tensor, a: Tensor, h: Tensor | None, schedules: Schedules) -> GemmLaunch | None:
+def _up(call: MoeMlpCall, x: Tensor, a: Tensor, h: Tensor | None, schedules: Schedules) -> None:
     """Writes the activation, and the pre-activation if ``h`` is given."""
     assert call.layout is not None
-    return gemm(
+    gemm(
         x,
         call.gate_up_nk,
         call.layout,
@@ -150,7 +140,7 @@ def backward(
     need_d_h = need_rows or need_gate_up or need_gate_up_bias
     d_x = d_gate_up = d_down = d_gate_up_bias = d_down_bias = d_weights = d_h = None
     if need_weights:
-        d_weights = torch.zeros(call.expert_weights.shape, dtype=torch.float32, device=call.device)
+        d_weights = zeros(call.expert_weights.shape, torch.float32, call.device)
 
     schedules: Schedules = {}
     d_rows = gather_rows(grad, layout)
@@ -207,7 +197,7 @@ def backward(
         if d_weights is not None and on_output:
             row_dot(call, d_rows, call.down_bias, d_weights, by_expert=True)
     if d_weights is not None:
-        d_weights = d_weights.to(call.expert_weights.dtype)
+        d_weights = converted(d_weights, call.expert_weights.dtype)
     return d_x, d_gate_up, d_down, d_weights, d_gate_up_bias, d_down_bias
 
 

@@ -1,0 +1,119 @@
+"""How Hopper's products are cut and staged: what is legal, what is chosen without tuning, and what a tuner may try.
+
+tests/aot holds :func:`shared_memory` to what the compiler takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+ROWS = 128
+"""Rows of a tile: two warpgroups' halves."""
+FORWARD, GATED, INTERLEAVED = "hopper_forward", "hopper_forward_gated", "hopper_forward_interleaved"
+"""The product with a weight, which the gradient of x is too: plain, or behind a gate, whose columns may alternate."""
+WEIGHT_GRADIENT, GATE_GRADIENT = "hopper_weight_gradient", "hopper_gate_gradient"
+GROUPS = (4, 8, 16, 32)
+SLACK = 1024
+"""Bytes beside tiles: barriers, what the compiler hands warpgroups, and what tiles skip to start at a multiple."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a product is cut and staged.
+
+    Attributes:
+        block_n: columns of the accumulator, a gate and its up-projection together.
+        block_k: of the reduction, columns of a stage.
+        num_stages: stages on their way or in use.
+        store_n: columns that are stored at once.
+        num_buffers: buffers of each half that stores go through.
+        group_m: row tiles that share a column tile one after another.
+        skew: stages by which the first half leads the second.
+        lag: stages that gathered rows are announced after; 0 lets the copies announce themselves.
+    """
+
+    block_n: int = 256
+    block_k: int = 64
+    num_stages: int = 4
+    store_n: int = 64
+    num_buffers: int = 2
+    group_m: int = 16
+    skew: int = 2
+    lag: int = 0
+
+
+WIDE = Config()
+NARROW = Config(block_n=128, store_n=32, num_stages=6)
+"""For results of few columns."""
+# As much of shared memory is stages or buffers; stores in smaller pieces begin sooner, more buffers let them end later.
+VARIANTS = (
+    Config(store_n=32, num_buffers=2),
+    Config(store_n=32, num_buffers=4),
+    Config(num_stages=3, num_buffers=4),
+    NARROW,
+    Config(block_n=128, num_stages=6),
+)
+
+
+def heuristic(columns: int) -> Config:
+    """What is chosen without tuning for so many columns of the accumulator."""
+    return WIDE if columns > NARROW.block_n else NARROW
+
+
+def stages(config: Config) -> int:
+    """Bytes of the operands' stages."""
+    return config.num_stages * (ROWS + config.block_n) * config.block_k * 2
+
+
+def shared_memory(config: Config) -> int:
+    """Most bytes of shared memory that a product or a weight's gradient takes."""
+    return stages(config) + config.num_buffers * ROWS * config.store_n * 2 + SLACK
+
+
+def legal(config: Config, needed: int, limit: int, columns: int = 1) -> str | None:
+    """Why ``config`` cannot run, or None if it can.
+
+    Args:
+        config: what is to run.
+        needed: bytes of shared memory that its kernel takes.
+        limit: bytes that the device has.
+        columns: of the accumulator, for each column of the output.
+    """
+    if config.block_n not in (WIDE.block_n, NARROW.block_n) or config.block_k != WIDE.block_k:
+        return (
+            f"its tiles are of {NARROW.block_n} or {WIDE.block_n} columns and {WIDE.block_k} of the reduction"
+        )
+    if config.store_n not in (32, 64) or config.store_n * columns > config.block_n:
+        return f"store_n = {config.store_n} is not 32 or 64"
+    if config.num_stages < 2 or config.num_buffers < 1 or config.group_m < 1:
+        return "it has fewer than 2 stages, or no buffer, or no rows to a group"
+    # Where the halves wait for one another, every stage that one waits for has to be on its way.
+    if not (0 <= config.skew < config.num_stages and 0 <= config.lag < config.num_stages - 1):
+        return f"skew = {config.skew} or lag = {config.lag} is too much for {config.num_stages} stages"
+    if config.skew + config.lag >= config.num_stages:
+        return f"skew = {config.skew} and lag = {config.lag} are too much for {config.num_stages} stages"
+    return f"it needs {needed} bytes of shared memory, the device has {limit}" if needed > limit else None
+
+
+def search_space(
+    default: Config, variants: Iterable[Config], skews: Iterable[int] = (), lags: Iterable[int] = ()
+) -> list[Config]:
+    """What a tuner may try: the default and its variants in every grouping, and the default with another skew or lag.
+
+    Variants have the default's skew.
+    """
+    found = [
+        replace(config, group_m=group, skew=min(default.skew, config.num_stages - 1))
+        for config in (default, *variants)
+        for group in GROUPS
+        if config.block_n <= default.block_n
+    ]
+    found += [replace(default, skew=skew) for skew in skews]
+    found += [replace(default, lag=lag, skew=min(default.skew, default.num_stages - lag - 1)) for lag in lags]
+    return [config for config in dict.fromkeys(found) if config != default]
+
+
+def family(config: Config) -> tuple[int, ...]:
+    """What is likely to decide: all but how tiles follow one another and which half leads."""
+    return tuple(getattr(config, f.name) for f in fields(config) if f.name not in ("group_m", "skew"))
