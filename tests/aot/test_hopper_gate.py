@@ -49,7 +49,7 @@ def test_kernels(activation, deep, gathered, columns, monkeypatch, record_proper
             gathered=gathered,
         )
     launch._plan.cache_clear()
-    (kernel,) = [kernel for kernel in found if kernel.name != "_schedule_kernel"]
+    (kernel,) = [kernel for kernel in found if kernel.name == "gate_gradient_kernel"]
     by_pointers = deep and columns == N and not interleaved
     assert kernel.constants["GATHERED"] == gathered
     assert (kernel.constants["SLOTS"] == 0) == by_pointers

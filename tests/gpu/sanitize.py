@@ -78,7 +78,9 @@ def work(folder: Path, until: float) -> None:
 def tell(module: Any, function: Any, name: str, files: Mapping[str, str], key: str) -> None:
     """Prints a kernel's name, shared memory and warps, those of partitions too, and the warps that start it."""
     made = json.loads(Path(files[f"{name}.json"]).read_text())
-    starters = re.search(r'"ttg.num-warps" = (\d+)', Path(files[f"{name}.ttgir"]).read_text())
+    # A cache may have been shipped without it: then nothing of the kernel is excused.
+    ttgir = files.get(f"{name}.ttgir")
+    starters = re.search(r'"ttg.num-warps" = (\d+)', Path(ttgir).read_text()) if ttgir else None
     print("kernel", name, made["shared"], made["num_warps"], starters[1] if starters else 0, flush=True)
 
 

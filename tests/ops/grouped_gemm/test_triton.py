@@ -68,8 +68,10 @@ def launches():
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    from anabranch._backends.triton import remembered
     from anabranch._backends.triton.prepared import Launch
 
+    remembered._remembered.cache_clear()  # a call that repeats another decides nothing
     function = InterpretedFunction if INTERPRETS else JITFunction
     found = []
     original = function.run
