@@ -36,7 +36,7 @@ help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/anabranch demo $${TEXT:+--text "$$TEXT"} $${STEPS:+--steps "$$STEPS"} $(ARGS)
+	@$(BIN)/anabranch demo $${TEXT:+--text "$$TEXT"} $${STEPS:+--steps "$$STEPS"} $(ARGS)
 
 # The second runs whether the first passes or not. 5: ARGS picks none of what is interpreted.
 test: $(VENV)/test.stamp

@@ -1,5 +1,8 @@
 """The operations between the router and the residual stream of MoE and multimodal transformers."""
 
+from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
+
 from anabranch.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from anabranch.explain import explain
 from anabranch.layout import ExpertLayout
@@ -31,3 +34,10 @@ __all__ = [
     "vision_rotary",
     "window_index",
 ]
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """``anabranch.nn`` and ``anabranch.interop``, which are imported when they are first asked for."""
+    if name in ("interop", "nn"):
+        return _import_module(f"anabranch.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

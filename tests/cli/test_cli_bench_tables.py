@@ -54,8 +54,8 @@ def cell(part="shape", routing="random", tokens=1024, exponent=0.0):
     )
 
 
-def shown(width, cells=(), explained=()):
-    report = Report("cpu", "a processor", 2, None, 3, False, "2", {}, None, "2000-01-01")
+def shown(width, cells=(), explained=(), rounds=3):
+    report = Report("cpu", "a processor", 2, None, rounds, False, "2", {}, None, "2000-01-01")
     report.cells, report.explained = list(cells), list(explained)
     console = Console(file=io.StringIO(), width=width)
     show_report(console, report)
@@ -117,3 +117,12 @@ def test_names_of_kernels_give_way_to_numbers(width):
     text = shown(width, explained=[Explained("qwen", "forward", 1.0, [line])])
     for number in ("123.456", "100.000", "81%", "100%"):
         assert f" {number} " in text
+
+
+def test_says_when_time_ran_out():
+    assert "medians of 3 interleaved rounds" in shown(80, [cell()])
+    assert "time ran out" not in shown(80, [cell()])
+    text = shown(80, [cell()], rounds=30)
+    assert "medians of 3 to 3 of 30 interleaved rounds" in text
+    assert "time ran out: some medians are of 3 rounds of 30" in text
+    assert "--seconds gives more" in text

@@ -84,3 +84,19 @@ def test_torch_is_enough(script):
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""
     assert "anabranch" not in result.stderr, result.stderr
+
+
+def test_subpackages_are_imported_when_they_are_asked_for():
+    code = """
+import sys, anabranch
+assert "anabranch.nn" not in sys.modules
+assert anabranch.nn is sys.modules["anabranch.nn"]
+assert anabranch.interop is sys.modules["anabranch.interop"]
+try:
+    anabranch.layers
+except AttributeError as error:
+    assert "layers" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(SRC)})

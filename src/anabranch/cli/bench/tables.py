@@ -21,6 +21,9 @@ LEGEND = {
 }
 """What the columns mean."""
 
+FEW = 5
+"""Rounds below which a median is hardly one."""
+
 WIDE = 10_000
 """Columns: more than any table takes."""
 
@@ -46,7 +49,13 @@ def show_report(console: Console, report: Report) -> None:
         shown.add("of limit")
     flushed = ", the L2 cache flushed before each" if report.l2_flushed else ""
     legend = "".join(f"{name}: {text}\n" for name, text in LEGEND.items() if name in shown)
-    _say(console, f"{report.place}\n{legend}ms: medians of interleaved rounds{flushed}")
+    done = [row.rounds for cell in report.cells for row in cell.rows if row.rounds]
+    fewest = min(done, default=report.rounds)
+    rounds = f"{report.rounds}" if fewest >= report.rounds else f"{fewest} to {max(done)} of {report.rounds}"
+    _say(console, f"{report.place}\n{legend}ms: medians of {rounds} interleaved rounds{flushed}")
+    if fewest < min(FEW, report.rounds):
+        text = f"time ran out: some medians are of {fewest} rounds of {report.rounds} and say little on a busy machine"
+        console.print(Text(f"{text}; --seconds gives more", "yellow"), soft_wrap=True)
     show_reasons(console, report)
 
 
