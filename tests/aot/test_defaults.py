@@ -281,13 +281,4 @@ def check_resources(found, arch):
 
 def row(kernel):
     simple = {k: v for k, v in kernel.constants.items() if isinstance(v, int | str)}
-    return dict(
-        name=kernel.name,
-        constants=simple,
-        warps=kernel.num_warps,
-        stages=kernel.num_stages,
-        registers=kernel.registers,
-        spilled=kernel.spilled_bytes,
-        shared=kernel.shared_bytes,
-        seconds=round(kernel.seconds, 2),
-    )
+    return kernel.row(constants=simple, warps=kernel.num_warps, stages=kernel.num_stages)

@@ -8,12 +8,10 @@ import torch
 import triton
 
 from anabranch import ExpertLayout, dispatch, grouped_gemm, moe_mlp
-from anabranch.testing.aot import SHARED_MEMORY, compiling
+from anabranch.testing.aot import SHARED_MEMORY, SHARED_WORDS, compiling
 
 pytestmark = [pytest.mark.no_poison, pytest.mark.slow]
 
-SHARED_WORDS = 32
-"""Bytes of what all warpgroups start from that the compiler may keep in memory: read once a tile, it costs nothing."""
 KERNELS = {"product_kernel", "gate_gradient_kernel", "weight_gradient_kernel"}
 PRODUCTS = {"product_kernel", "weight_gradient_kernel"}
 CASES = {
@@ -121,16 +119,7 @@ def check(run, kernels, monkeypatch, record_property):
     with compiling(90) as found:
         run()
     assert not frozen, "\n".join(frozen)
-    rows = [
-        dict(
-            name=k.name,
-            registers=k.registers,
-            spilled=k.spilled_bytes,
-            shared=k.shared_bytes,
-            seconds=round(k.seconds, 2),
-        )
-        for k in found
-    ]
+    rows = [kernel.row() for kernel in found]
     record_property("kernels", json.dumps(rows))
     assert {k.name for k in found} >= kernels
     wrong = [row for row in rows if row["spilled"] > SHARED_WORDS or row["shared"] > SHARED_MEMORY[90]]

@@ -78,14 +78,5 @@ def test_sample(kind, dtype, arch, record_property):
         assert most <= limit
         for kernel in found:
             assert kernel.shared_bytes <= most, f"{config}: {kernel.shared_bytes} bytes, {most} expected"
-            rows.append(
-                dict(
-                    name=kernel.name,
-                    constants=dict(vars(config)),
-                    registers=kernel.registers,
-                    spilled=kernel.spilled_bytes,
-                    shared=kernel.shared_bytes,
-                    seconds=round(kernel.seconds, 2),
-                )
-            )
+            rows.append(kernel.row(constants=vars(config)))
     record_property("kernels", json.dumps(rows))

@@ -187,6 +187,57 @@ def test_an_epilogue_that_is_registered_anew_is_another(device, repeats, monkeyp
 
 
 @pytest.mark.op("grouped_gemm", "triton")
+def test_every_way_to_allow_tf32_counts(device, repeats, monkeypatch):
+    from anabranch._backends.triton import prepared
+
+    made, original = [], prepared.Launch.__init__
+
+    def note(self, *args, **constants):
+        made.extend(constants[name] for name in ("PRECISION",) if name in constants)
+        original(self, *args, **constants)
+
+    monkeypatch.setattr(prepared.Launch, "__init__", note)
+    layout, x, weight = ExpertLayout.from_topk(ids_of(0), E), randn(T, H), randn(E, 24, H)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision == "tf32"
+    found = []
+    try:
+        for name, value in (
+            ("allow_tf32", False),
+            ("fp32_precision", "tf32"),
+            ("allow_tf32", False),
+            ("allow_tf32", True),
+            ("fp32_precision", "ieee"),
+        ):
+            setattr(matmul, name, value)
+            for _ in range(3):
+                grouped_gemm(x, weight, layout, gather=True, backend="triton")
+            found.append(made[-1:] or None)
+            made.clear()
+    finally:
+        matmul.allow_tf32 = before
+    # What was launched before is remembered.
+    assert found == [["ieee"], ["tf32"], None, None, None]
+    assert len(repeats) == 1 + 1 + 3 + 3 + 3
+
+
+@pytest.mark.op("grouped_gemm", "triton")
+@pytest.mark.parametrize("allocates", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int16], ids=str)
+def test_a_launch_that_reads_memory_as_another_dtype_is_not_remembered(dtype, allocates, device):
+    from anabranch._backends.triton.prepared import recorder
+    from anabranch._backends.triton.recording import recording
+
+    x = torch.zeros(8, dtype=torch.float16, device=device)
+    with recording([x]) as found:
+        value = torch.empty_like(x) if allocates else x
+        recorder.recording(
+            lambda *_: None, [None, value.view(dtype), value[4:].view(dtype) if allocates else None]
+        )
+    assert found.whole == (dtype == x.dtype)
+
+
+@pytest.mark.op("grouped_gemm", "triton")
 @pytest.mark.parametrize("size", [(0,), (5,), (3, 700)], ids=str)
 def test_passes_that_pytorch_has_too(size, device):
     from anabranch._backends.triton import fill

@@ -35,6 +35,8 @@ SHARED_MEMORY = {
     "gfx942": 65_536,
 }
 """Bytes of shared memory a program may have, by compute capability (CUDA C++ Programming Guide), or by AMD's name."""
+SHARED_WORDS = 32
+"""Bytes of what all warpgroups start from that the compiler may keep in memory: read once a tile, it costs nothing."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,17 @@ class Compiled:
     spilled_bytes: int | None
     shared_bytes: int
     seconds: float
+
+    def row(self, **more: Any) -> dict[str, Any]:
+        """What a table of kernels says of it, and ``more``."""
+        return dict(
+            name=self.name,
+            **more,
+            registers=self.registers,
+            spilled=self.spilled_bytes,
+            shared=self.shared_bytes,
+            seconds=round(self.seconds, 2),
+        )
 
 
 def gpu(arch: int | str) -> GPUTarget:

@@ -5,7 +5,7 @@ Nothing is searched unless ``ANABRANCH_AUTOTUNE=1`` asks for it. docs/tuning.md 
 
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig, GroupedGemmConfigs
 from anabranch.tuning.key import Key, bucket
-from anabranch.tuning.lookup import HEURISTIC, Product, choose, standing
+from anabranch.tuning.lookup import HEURISTIC, Product, Settled, choose, standing
 from anabranch.tuning.search import Outcome, Sample, Trial
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Outcome",
     "Product",
     "Sample",
+    "Settled",
     "Trial",
     "bucket",
     "choose",

@@ -41,7 +41,10 @@ def parse(text: str) -> Results:
     Raises:
         ValueError: no such file would say that.
     """
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict) or not isinstance(value.get("format"), int):
         raise ValueError("it holds no results")
     if value["format"] != FORMAT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from anabranch.tuning.spec import from_json
 from anabranch.tuning.tables import shipped
 
 C = TypeVar("C")
+R = TypeVar("R")
 
 HEURISTIC = "heuristic"
 """As an operation's ``config``: what would be chosen if nothing had ever been tuned."""
@@ -82,6 +83,25 @@ def standing(device: torch.device) -> object | None:
         return None
     _cache.results(place)  # notices changes
     return _cache.decided
+
+
+class Settled:
+    """What a plan came to by the tuner, kept for as long as that :func:`standing` lasts."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: tuple[object, Any] = (None, None)  # one pair, as several threads may be here
+
+    def get(self, device: torch.device, find: Callable[[], R]) -> R:
+        """What was found last, if it stands; or else what ``find`` gives."""
+        now = standing(device)
+        known, found = self._last
+        if now is None or known is not now:
+            found = find()
+            self._last = now, found
+        result: R = found
+        return result
 
 
 def _decide(place: Place, key: Key, mode: str | None, product: Product, default: C) -> C | None:

@@ -30,5 +30,5 @@ def from_json(cls: type[C], value: Mapping[str, Any]) -> C:
     known = {name: field.type in ("bool", bool) for name, field in fields.items()}
     try:
         return cls(**{name: bool(v) if known[name] else int(v) for name, v in value.items()})
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:  # the last: infinity
         raise ValueError(f"not a {cls.__name__}: {value!r}") from error

@@ -99,6 +99,7 @@ def test_before_hopper_results_need_no_memory_of_their_own():
         (dict(num_warps=3), "num_warps = 3 is not a power of two up to 16"),
         (dict(num_stages=0), "num_stages = 0 is below 1"),
         (dict(group_m=0), "group_m = 0 is below 1"),
+        (dict(group_m=4097), "group_m = 4097 is above 4096"),
         (dict(num_stages=5), "it needs 281248 bytes of shared memory, the device has 232448"),
         (dict(num_warps=4), "its accumulator needs 256 registers a thread of 4 warps, more than 128"),
         (

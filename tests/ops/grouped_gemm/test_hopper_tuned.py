@@ -8,17 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from anabranch import ExpertLayout
-from anabranch._backends.triton import device
-from anabranch._backends.triton.prepared import Launch
 from anabranch.epilogues import resolve
 from anabranch.ops.grouped_gemm.backends.hopper import config as tiles
-from anabranch.ops.grouped_gemm.backends.hopper import launch, unused
+from anabranch.ops.grouped_gemm.backends.hopper import launch
 from anabranch.ops.grouped_gemm.backends.hopper.config import NARROW, WIDE, Config
-from anabranch.ops.grouped_gemm.backends.hopper.plan import Plan
 from anabranch.testing import randn, routing
-from anabranch.tuning import key, lookup
-from anabranch.tuning.cache import Cache
-from anabranch.tuning.key import Place
 from anabranch.tuning.search import NothingToCheck, search
 from anabranch.tuning.spec import from_json
 
@@ -26,7 +20,6 @@ pytestmark = pytest.mark.cpu
 
 LIMIT = 232_448
 """Bytes of shared memory that a program may have on Hopper."""
-PLACE = Place("Imaginary", "sm_90", "3.6", "1")
 T, K, E, N, K_DIM = 96, 2, 4, 272, 256
 ILLEGAL = {
     "columns": (dict(block_n=192), "its tiles are of 128 or 256 columns and 64 of the reduction"),
@@ -37,15 +30,17 @@ ILLEGAL = {
         dict(num_stages=1, skew=0),
         "it has fewer than 2 stages, or no buffer, or no rows to a group",
     ),
+    "group": (dict(group_m=4097), "group_m = 4097 is above 4096"),
     "no buffer": (dict(num_buffers=0), "it has fewer than 2 stages, or no buffer, or no rows to a group"),
-    "skew": (dict(skew=4), "skew = 4 or lag = 0 is too much for 4 stages"),
-    "lag": (dict(lag=3, skew=0), "skew = 0 or lag = 3 is too much for 4 stages"),
-    "both": (dict(lag=2, skew=3), "skew = 3 and lag = 2 are too much for 4 stages"),
+    "skew": (dict(skew=4), "skew = 4 and lag = 0 do not go with 4 stages"),
+    "negative": (dict(skew=-1), "skew = -1 and lag = 0 do not go with 4 stages"),
+    "lag": (dict(lag=3, skew=0), "skew = 0 and lag = 3 do not go with 4 stages"),
+    "both": (dict(lag=2, skew=2), "skew = 2 and lag = 2 do not go with 4 stages"),
 }
 
 
-def legal(config, columns=1):
-    return tiles.legal(config, tiles.shared_memory(config), LIMIT, columns)
+def legal(config):
+    return tiles.legal(config, tiles.shared_memory(config), LIMIT)
 
 
 @pytest.mark.parametrize("case", ILLEGAL)
@@ -60,7 +55,7 @@ def test_what_is_tried_is_legal_and_little(default):
     space = tiles.search_space(default, tiles.VARIANTS, (0, 1), (2,))
     assert default not in space
     assert len(set(space)) == len(space) <= 28
-    assert [config for config in space if legal(config, 2) is not None] == []
+    assert [config for config in space if legal(config) is not None] == []
     assert all(from_json(Config, vars(config)) == config for config in space)
     assert {config.group_m for config in space} == set(tiles.GROUPS)
     # One of each family first, then three of these whole.
@@ -76,37 +71,7 @@ def rows_of(tokens=T, dropped=0.2):
     return launch.rows_of(ExpertLayout.from_topk(ids, E))
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """On a Hopper GPU that is not there: (plan, product) of each launch whose configuration is asked for."""
-    found, original = [], Plan.launch
-
-    def noted(plan, config, where, product):
-        if config is None:
-            found.append((plan, product()))
-        return original(plan, config, where, product)
-
-    monkeypatch.setattr(Plan, "launch", noted)
-    monkeypatch.setattr(device, "capability", lambda _: (9, 0))
-    monkeypatch.setattr(device, "num_sms", lambda _: 132)
-    monkeypatch.setattr(device, "shared_memory_limit", lambda _: LIMIT)
-    return found
-
-
-@pytest.fixture
-def launched(made, monkeypatch):
-    """The constants of each launch of a product."""
-    found = []
-
-    def note(launch, *tensors):
-        if "BN" in launch._constants:
-            found.append(launch._constants)
-
-    monkeypatch.setattr(Launch, "__call__", note)
-    return found
-
-
-def test_keys(made, launched):
+def test_keys(hopper_asked, hopper_launched):
     swiglu = resolve("test", "swiglu")
     rows = rows_of()
     weight = empty(E, N, K_DIM)
@@ -116,37 +81,25 @@ def test_keys(made, launched):
     launch.gemm(empty(T * K, N), weight.mT, rows, empty(T * K, K_DIM))
     launch.gemm(empty(T * K, K_DIM), weight, rows, empty(T * K, N // 2), epilogue=swiglu, interleaved=True)
     launch.weight_gradient(empty(T * K, N), empty(T, K_DIM), rows, weight, b_gathered=True)
-    assert [str(plan.key) for plan, _ in made] == [
+    assert [str(plan.key) for plan, _ in hopper_asked] == [
         "grouped_gemm.hopper_forward_gated bfloat16 N=272 K=256 E=4 rows<=64 gather keep_h",
         "grouped_gemm.hopper_forward bfloat16 N=256 K=272 E=4 rows<=64 n_major",
         "grouped_gemm.hopper_forward_interleaved bfloat16 N=272 K=256 E=4 rows<=64",
         "grouped_gemm.hopper_weight_gradient bfloat16 N=272 K=256 E=4 rows<=64 b_gather",
     ]
-    assert all(product.key() is plan.key for plan, product in made)
+    assert all(product.key() is plan.key for plan, product in hopper_asked)
 
 
-def test_keys_of_many_token_counts_are_few(made, launched):
+def test_keys_of_many_token_counts_are_few(hopper_asked, hopper_launched):
     weight = empty(E, N, K_DIM)
     for tokens in range(1, 8192, 97):
         rows = launch.rows_of(ExpertLayout.from_counts(torch.zeros(E, dtype=torch.int32), tokens))
         launch.gemm(empty(tokens, K_DIM), weight, rows, empty(tokens, N))
-    assert 1 < len({plan.key for plan, _ in made}) <= 9
-
-
-@pytest.fixture
-def gpu(made, monkeypatch, tmp_path):
-    monkeypatch.setenv("ANABRANCH_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("ANABRANCH_AUTOTUNE", raising=False)
-    monkeypatch.setattr(lookup, "_cache", Cache(poll=0))
-    monkeypatch.setattr(key, "place", lambda device: PLACE)
-
-
-def store(product, config):
-    Cache().add(PLACE, {str(product.key()): {"config": config}})
+    assert 1 < len({plan.key for plan, _ in hopper_asked}) <= 9
 
 
 @pytest.mark.parametrize("kind", ["gemm", "weight_gradient"])
-def test_what_is_stored_is_launched_while_it_holds(kind, gpu, made, launched, monkeypatch):
+def test_what_is_stored_is_launched_while_it_holds(kind, store, hopper_asked, hopper_launched, monkeypatch):
     rows = rows_of()
 
     def run(**given):
@@ -154,11 +107,11 @@ def test_what_is_stored_is_launched_while_it_holds(kind, gpu, made, launched, mo
             launch.gemm(empty(T * K, K_DIM), empty(E, N, K_DIM), rows, empty(T * K, N), **given)
         else:
             launch.weight_gradient(empty(T * K, N), empty(T * K, K_DIM), rows, empty(E, N, K_DIM), **given)
-        found = launched[-1]
+        found = hopper_launched[-1]
         return found["GROUP_M"], found["STAGES"], found["BN"]
 
     assert run() == (16, 4, 256)
-    product = made[0][1]
+    product = hopper_asked[0][1]
     for config in (replace(WIDE, group_m=8), replace(NARROW, group_m=4)):
         store(product, vars(config))
         expected = config.group_m, config.num_stages, config.block_n
@@ -205,14 +158,6 @@ def multiply_rows(a, b, rows, d_weight, *, a_gathered, b_gathered, config):
         d_weight[expert] = a[some].float().T @ b[some].float()
 
 
-@pytest.fixture
-def clear(monkeypatch):
-    def clear(out, offsets, row_to_slot):
-        out[row_to_slot < 0] = 0
-
-    monkeypatch.setattr(unused, "clear", clear)
-
-
 def clock(runs, rounds):
     return {config: 1.0 + (config.group_m == 32) for config in runs}
 
@@ -223,14 +168,18 @@ def attempt(product):
     return search(trial, clock).rejected
 
 
-@pytest.mark.parametrize("dropped", [0.0, 0.2])
+@pytest.mark.usefixtures("hopper_launched", "hopper_clears")
 @pytest.mark.parametrize(
-    ("activation", "interleaved", "gathered"),
-    [("swiglu", False, True), ("geglu", True, False), (None, False, True), ("gelu", False, False)],
+    ("activation", "interleaved", "gathered", "dropped"),
+    [
+        ("swiglu", False, True, 0.2),
+        ("swiglu", False, True, 0.0),
+        ("geglu", True, False, 0.2),
+        (None, False, True, 0.2),
+        ("gelu", False, False, 0.2),
+    ],
 )
-def test_wrong_products_are_refused(
-    activation, interleaved, gathered, dropped, made, launched, clear, monkeypatch
-):
+def test_wrong_products_are_refused(activation, interleaved, gathered, dropped, hopper_asked, monkeypatch):
     epilogue, rows = resolve("test", activation), rows_of(dropped=dropped)
     g = torch.Generator().manual_seed(0)
     x = randn(T if gathered else T * K, K_DIM, generator=g, dtype=torch.bfloat16)
@@ -239,7 +188,7 @@ def test_wrong_products_are_refused(
     out = empty(T * K, N // epilogue.columns)
     given = dict(bias=randn(E, N, generator=g, dtype=torch.bfloat16), epilogue=epilogue)
     launch.gemm(x, weight, rows, out, h=h, interleaved=interleaved, gathered=gathered, **given)
-    ((_, product),) = made
+    ((_, product),) = hopper_asked
     monkeypatch.setattr(launch, "gemm", multiply)
     rejected = attempt(product)
     assert {config.group_m for config in rejected} == {4, 8}
@@ -247,7 +196,7 @@ def test_wrong_products_are_refused(
 
 
 @pytest.mark.parametrize("gathered", [None, "a", "b"])
-def test_wrong_gradients_of_a_weight_are_refused(gathered, made, launched, monkeypatch):
+def test_wrong_gradients_of_a_weight_are_refused(gathered, hopper_asked, hopper_launched, monkeypatch):
     rows = rows_of()
     g = torch.Generator().manual_seed(0)
     a, b = (
@@ -256,12 +205,12 @@ def test_wrong_gradients_of_a_weight_are_refused(gathered, made, launched, monke
     )
     how = dict(a_gathered=gathered == "a", b_gathered=gathered == "b")
     launch.weight_gradient(a, b, rows, empty(E, N, K_DIM), **how)
-    ((_, product),) = made
+    ((_, product),) = hopper_asked
     monkeypatch.setattr(launch, "weight_gradient", multiply_rows)
     assert {config.group_m for config in attempt(product)} == {8}
 
 
-def test_a_weights_gradient_is_not_searched_for_with_holes(made, launched, monkeypatch):
+def test_a_weights_gradient_is_not_searched_for_with_holes(hopper_asked, hopper_launched, monkeypatch):
     """What lies there counts, until another pass takes it away."""
     slots = torch.arange(T * K)
     slots[5] = T * K
@@ -271,7 +220,7 @@ def test_a_weights_gradient_is_not_searched_for_with_holes(made, launched, monke
     assert rows.partial
     a, b = (randn(T * K, columns, dtype=torch.bfloat16) for columns in (N, K_DIM))
     launch.weight_gradient(a, b, rows, empty(E, N, K_DIM))
-    ((_, product),) = made
+    ((_, product),) = hopper_asked
     monkeypatch.setattr(launch, "weight_gradient", multiply_rows)
     with pytest.raises(NothingToCheck):
         attempt(product)

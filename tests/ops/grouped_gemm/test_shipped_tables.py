@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import torch
 
-from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
+from anabranch.ops.grouped_gemm import config as tiles
 from anabranch.tuning.cache import parse
 from anabranch.tuning.tables import FOLDER, shipped
 
@@ -27,16 +28,21 @@ def test_there_are_some_for_the_gpu_that_was_measured():
 )
 def test_every_configuration_could_run(path, key, entry):
     from anabranch.ops.grouped_gemm.backends.hopper import config as hopper
+    from anabranch.ops.moe_mlp.backends.hopper import tuned as gate
 
-    product = key.split()[0]
-    op, kind = product.split(".")
+    name, dtype, *traits = key.split()
+    op, kind = name.split(".")
     assert f"{op}.json" == path.name
     assert entry["microseconds"] < entry["heuristic_microseconds"]
-    if kind.startswith("hopper"):
-        config = hopper.Config(**entry["config"])
-        assert hopper.legal(config, hopper.shared_memory(config), LIMIT) is None
-    else:
-        assert GroupedGemmConfig(**entry["config"])
+    if not kind.startswith("hopper"):
+        dtype = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+        assert tiles.legal(tiles.Config(**entry["config"]), dtype, LIMIT, kind, (9, 0)) is None
+        return
+    config = hopper.Config(**entry["config"])
+    needed = hopper.shared_memory(config)
+    if kind == hopper.GATE_GRADIENT:
+        needed = gate.shared_memory(config, 2 if "gated" in traits else 1)
+    assert hopper.legal(config, needed, LIMIT) is None
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}/{path.name}")

@@ -366,15 +366,10 @@ def test_fp64_is_refused(device):
 @pytest.mark.parametrize(
     ("rows", "total", "dead"),
     [
-        (130, 130, []),
-        (130, 130, [0, 63, 64, 129]),
-        (130, 64, [3]),
-        (70, 0, []),
-        (1, 1, []),
-        (64, 2**31 - 1, [5]),
+        (130, 130, []), (130, 130, [0, 63, 64, 129]), (130, 64, [3]), (70, 0, []), (1, 1, []), (64, 2**31 - 1, [5]),
         (64, -5, []),
     ],
-)
+)  # fmt: skip
 def test_what_hopper_clears(rows, total, dead, columns, device):
     """Rows that no slot has, in a pass of plain Triton after its product."""
     from anabranch.ops.grouped_gemm.backends.hopper.unused import clear

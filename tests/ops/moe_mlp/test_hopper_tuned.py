@@ -8,55 +8,15 @@ import torch
 pytest.importorskip("triton")
 
 from anabranch import ExpertLayout
-from anabranch._backends.triton import device
-from anabranch._backends.triton.prepared import Launch
 from anabranch.epilogues import resolve
 from anabranch.ops.grouped_gemm.backends.hopper import launch as products
-from anabranch.ops.grouped_gemm.backends.hopper import unused
-from anabranch.ops.grouped_gemm.backends.hopper.plan import Plan
 from anabranch.ops.moe_mlp.backends.hopper import launch, tuned
 from anabranch.testing import randn, routing
-from anabranch.tuning import key, lookup
-from anabranch.tuning.cache import Cache
-from anabranch.tuning.key import Place
 from anabranch.tuning.search import search
 
 pytestmark = pytest.mark.cpu
 
-LIMIT = 232_448
-"""Bytes of shared memory that a program may have on Hopper."""
-PLACE = Place("Imaginary", "sm_90", "3.6", "1")
 T, K, E, I, H = 96, 2, 4, 136, 256  # noqa: E741
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """On a Hopper GPU that is not there: (plan, product) of each launch whose configuration is asked for."""
-    found, original = [], Plan.launch
-
-    def noted(plan, config, where, product):
-        if config is None:
-            found.append((plan, product()))
-        return original(plan, config, where, product)
-
-    monkeypatch.setattr(Plan, "launch", noted)
-    monkeypatch.setattr(device, "capability", lambda _: (9, 0))
-    monkeypatch.setattr(device, "num_sms", lambda _: 132)
-    monkeypatch.setattr(device, "shared_memory_limit", lambda _: LIMIT)
-    return found
-
-
-@pytest.fixture
-def launched(made, monkeypatch):
-    """The constants of each launch of the gate's gradient."""
-    found = []
-
-    def note(launch, *tensors):
-        if "BN" in launch._constants:
-            found.append(launch._constants)
-
-    monkeypatch.setattr(Launch, "__call__", note)
-    return found
 
 
 def given(activation="swiglu", interleaved=False, weighted=True, dropped=0.2, gathered=False):
@@ -93,9 +53,9 @@ def run(arguments, **changed):
     launch.pre_activation_gradient(*(arguments[name] for name in names), **rest)
 
 
-def test_what_is_tried(made, launched):
+def test_what_is_tried(hopper_asked, hopper_launched):
     run(given())
-    ((plan, product),) = made
+    ((plan, product),) = hopper_asked
     assert plan.heuristic == tuned.FULL
     space = product.candidates(tuned.FULL)
     assert [config for config in (tuned.FULL, tuned.FEW, *space) if product.refusal(config)] == []
@@ -104,13 +64,13 @@ def test_what_is_tried(made, launched):
     assert product.refusal(replace(tuned.FEW, num_stages=6)) is not None
 
 
-def test_keys(made, launched):
+def test_keys(hopper_asked, hopper_launched):
     arguments = given()
     run(arguments)
     run(arguments, a_out=None, d_scale=None)
     run(given("gpt_oss", interleaved=True), d_h=None)
     run(given("gelu", weighted=False, gathered=True))
-    assert [str(plan.key) for plan, _ in made] == [
+    assert [str(plan.key) for plan, _ in hopper_asked] == [
         "grouped_gemm.hopper_gate_gradient bfloat16 N=136 K=256 E=4 rows<=64 gated weighted",
         "grouped_gemm.hopper_gate_gradient bfloat16 N=136 K=256 E=4 rows<=64 gated weighted no_a no_dot",
         "grouped_gemm.hopper_gate_gradient bfloat16 N=136 K=256 E=4 rows<=64 gated interleaved weighted no_h",
@@ -118,18 +78,14 @@ def test_keys(made, launched):
     ]
 
 
-def test_what_is_stored_is_launched(made, launched, monkeypatch, tmp_path):
-    monkeypatch.setenv("ANABRANCH_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("ANABRANCH_AUTOTUNE", raising=False)
-    monkeypatch.setattr(lookup, "_cache", Cache(poll=0))
-    monkeypatch.setattr(key, "place", lambda device: PLACE)
+def test_what_is_stored_is_launched(hopper_asked, hopper_launched, store):
     arguments = given()
     for config in (None, replace(tuned.FULL, group_m=4), tuned.FEW):
         if config is not None:
-            Cache().add(PLACE, {str(made[0][1].key()): {"config": vars(config)}})
+            store(hopper_asked[0][1], vars(config))
         run(arguments)
         expected = config or tuned.FULL
-        found = launched[-1]
+        found = hopper_launched[-1]
         assert (found["BN"], found["STAGES"], found["GROUP_M"]) == (
             expected.block_n,
             expected.num_stages,
@@ -169,22 +125,20 @@ def differentiate(
         d_scale.zero_().view(-1)[slots[:last]] = dot[:last]
 
 
-@pytest.mark.parametrize("dropped", [0.0, 0.2])
+@pytest.mark.usefixtures("hopper_launched", "hopper_clears")
 @pytest.mark.parametrize(
-    ("activation", "interleaved", "weighted", "gathered"),
+    ("activation", "interleaved", "weighted", "gathered", "dropped"),
     [
-        ("swiglu", False, True, False),
-        ("swiglu", False, True, True),
-        ("gpt_oss", True, True, True),
-        ("gelu", False, False, False),
+        ("swiglu", False, True, False, 0.2),
+        ("swiglu", False, True, True, 0.2),
+        ("swiglu", False, True, True, 0.0),
+        ("gpt_oss", True, True, True, 0.2),
+        ("gelu", False, False, False, 0.2),
     ],
 )
 def test_wrong_gradients_are_refused(
-    activation, interleaved, weighted, gathered, dropped, made, launched, monkeypatch
+    activation, interleaved, weighted, gathered, dropped, hopper_asked, monkeypatch
 ):
-    def clear(out, offsets, row_to_slot):
-        out[row_to_slot < 0] = 0
-
     def attempt(product):
         trial = replace(product.trial(product.plan.heuristic), family=lambda config: config)
         with torch.enable_grad():
@@ -196,9 +150,8 @@ def test_wrong_gradients_are_refused(
     names = {4: "d_h", 8: "a_out", 32: "d_scale"}
     for name in names.values():
         run(arguments, **{name: None})
-    monkeypatch.setattr(unused, "clear", clear)
     monkeypatch.setattr(launch, "pre_activation_gradient", differentiate)
-    (_, everything), *some = made
+    (_, everything), *some = hopper_asked
     assert attempt(everything) == set(names)
     for group, (_, product) in zip(names, some, strict=True):
         assert attempt(product) == set(names) - {group}

@@ -59,6 +59,7 @@ CORRUPT = {
     "empty": lambda text: "",
     "binary": lambda text: "\0\1\2",
     "another document": lambda text: "[1, 2]",
+    "nested": lambda text: "[" * 200_000,
     "no configurations": lambda text: json.dumps({"format": 1, "results": {"a": 3}}),
 }
 

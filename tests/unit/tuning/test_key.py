@@ -1,5 +1,7 @@
 """Keys: no token count in them, and configurations as text and back."""
 
+import math
+
 import pytest
 
 from anabranch.tuning import GroupedGemmConfig, Key, bucket
@@ -45,7 +47,9 @@ def test_configuration_as_text(flatten):
     assert from_text(GroupedGemmConfig, text).flatten is flatten
 
 
-@pytest.mark.parametrize("value", [{}, {"block_m": 16}, {"colour": 3}, {"block_m": None}, 7])
+@pytest.mark.parametrize(
+    "value", [{}, {"block_m": 16}, {"colour": 3}, {"block_m": None}, {"block_m": math.inf}, 7]
+)
 def test_not_a_configuration(value):
     with pytest.raises(ValueError, match="not a GroupedGemmConfig"):
         from_json(GroupedGemmConfig, value)

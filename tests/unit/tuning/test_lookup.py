@@ -81,6 +81,15 @@ def test_what_lookups_stand_on_changes_with_what_they_find(gpu, product, tiles, 
     assert standing(subject.device) not in (None, second)
 
 
+def test_what_is_settled_is_found_once_while_it_stands(product, monkeypatch):
+    device, numbers, settled = product().device, iter(range(9)), lookup.Settled()
+    found = []
+    for by in ("a", "a", None, None, "a", "b", "b"):
+        monkeypatch.setattr(lookup, "standing", lambda _, by=by: by)
+        found.append(settled.get(device, lambda: next(numbers)))
+    assert found == [0, 0, 1, 2, 3, 4, 4]
+
+
 def test_a_wrong_word_is_an_error(gpu, product, tiles, monkeypatch):
     monkeypatch.setenv("ANABRANCH_AUTOTUNE", "yes")
     with pytest.raises(

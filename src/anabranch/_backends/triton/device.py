@@ -73,5 +73,6 @@ def tma_refusal(value: Tensor, inner: int = -1) -> str | None:
 
 def input_precision(dtype: torch.dtype) -> str:
     """How fp32 operands are multiplied: in TF32 only where torch.backends.cuda.matmul allows it."""
-    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    # Not allow_tf32, which raises an error where this one was set.
+    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if allowed else "ieee"

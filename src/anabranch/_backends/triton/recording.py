@@ -58,6 +58,7 @@ class Recording(TorchDispatchMode):
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.given = len(given)
+        self._dtypes = [None if value is None else value.dtype for value in given]
         self.steps: list[tuple[Launch, Sequence[Place | None]]] = []
         self.allocated: list[Memory] = []
         self.whole = True
@@ -83,12 +84,17 @@ class Recording(TorchDispatchMode):
         """Takes down an allocation. What was there before is gone."""
         address, number, nbytes = value.data_ptr(), self.given + len(self.allocated), span(value)
         self.allocated.append(Memory(address, value.shape, value.stride(), value.dtype, nbytes))
+        self._dtypes.append(value.dtype)
         self._known = {at: i for at, i in self._known.items() if not address < at < address + nbytes}
         self._known[address] = number
 
     def launch(self, launch: Launch, tensors: Sequence[Any]) -> None:
         """Takes down a launch and makes it, whatever that does."""
-        self.steps.append((launch, [None if value is None else self.place(value) for value in tensors]))
+        places = [None if value is None else self.place(value) for value in tensors]
+        for value, place in zip(tensors, places, strict=True):
+            # Whoever has to see tensors would be given one of another dtype.
+            self.whole &= place is None or self._dtypes[place.number] == value.dtype
+        self.steps.append((launch, places))
         recorder.recording, self._launching = None, True
         try:
             launch(*tensors)

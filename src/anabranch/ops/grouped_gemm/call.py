@@ -128,6 +128,7 @@ def bind_grouped_gemm(
 
 
 def _check_fit(call: GroupedGemmCall) -> None:
+    """Whether the tensors go together, and with the options."""
     x, weight, layout, epilogue = call.x, call.weight, call.layout, call.epilogue
     experts, n, k_dim = call.weight_nk.shape
     checks.layout(OP, layout, num_experts=experts)

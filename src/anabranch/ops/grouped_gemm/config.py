@@ -22,6 +22,8 @@ ELEMENTWISE, COPIED, TMA = 0, 1, 2
 """How tiles are loaded and stored: element by element, because of odd strides or addresses, with an address in
 registers for each; in vectors of 16 bytes; by the tensor memory accelerator (but for a gathered x)."""
 HOPPER = (9, 0)
+MOST_GROUPED = 4096
+"""Row tiles of a group: times the tiles of the widest result they are still an int32, as kernels number tiles."""
 _IDENTITY = Identity()
 DEPTH = 32
 """The shallowest step that a shortage of shared memory leads to: a matrix instruction or two."""
@@ -169,6 +171,8 @@ def legal(
     for field in ("num_stages", "group_m"):
         if getattr(config, field) < 1:
             return f"{field} = {getattr(config, field)} is below 1"
+    if config.group_m > MOST_GROUPED:
+        return f"group_m = {config.group_m} is above {MOST_GROUPED}"
     needed = shared_memory(config, dtype, kind, capability)
     if needed > limit:
         return f"it needs {needed} bytes of shared memory, the device has {limit}"

@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from anabranch.ops.grouped_gemm.config import MOST_GROUPED
+
 ROWS = 128
 """Rows of a tile: two warpgroups' halves."""
 FORWARD, GATED, INTERLEAVED = "hopper_forward", "hopper_forward_gated", "hopper_forward_interleaved"
 """The product with a weight, which the gradient of x is too: plain, or behind a gate, whose columns may alternate."""
 WEIGHT_GRADIENT, GATE_GRADIENT = "hopper_weight_gradient", "hopper_gate_gradient"
 GROUPS = (4, 8, 16, 32)
+"""What is tried for group_m."""
 SLACK = 1024
 """Bytes beside tiles: barriers, what the compiler hands warpgroups, and what tiles skip to start at a multiple."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a product is cut and staged.
+    """How a product is cut and staged. A kernel passes over what it has no use for.
 
     Attributes:
         block_n: columns of the accumulator, a gate and its up-projection together.
@@ -71,28 +74,28 @@ def shared_memory(config: Config) -> int:
     return stages(config) + config.num_buffers * ROWS * config.store_n * 2 + SLACK
 
 
-def legal(config: Config, needed: int, limit: int, columns: int = 1) -> str | None:
+def legal(config: Config, needed: int, limit: int) -> str | None:
     """Why ``config`` cannot run, or None if it can.
 
     Args:
         config: what is to run.
         needed: bytes of shared memory that its kernel takes.
         limit: bytes that the device has.
-        columns: of the accumulator, for each column of the output.
     """
     if config.block_n not in (WIDE.block_n, NARROW.block_n) or config.block_k != WIDE.block_k:
         return (
             f"its tiles are of {NARROW.block_n} or {WIDE.block_n} columns and {WIDE.block_k} of the reduction"
         )
-    if config.store_n not in (32, 64) or config.store_n * columns > config.block_n:
+    if config.store_n not in (32, 64):
         return f"store_n = {config.store_n} is not 32 or 64"
     if config.num_stages < 2 or config.num_buffers < 1 or config.group_m < 1:
         return "it has fewer than 2 stages, or no buffer, or no rows to a group"
+    if config.group_m > MOST_GROUPED:
+        return f"group_m = {config.group_m} is above {MOST_GROUPED}"
     # Where the halves wait for one another, every stage that one waits for has to be on its way.
-    if not (0 <= config.skew < config.num_stages and 0 <= config.lag < config.num_stages - 1):
-        return f"skew = {config.skew} or lag = {config.lag} is too much for {config.num_stages} stages"
-    if config.skew + config.lag >= config.num_stages:
-        return f"skew = {config.skew} and lag = {config.lag} are too much for {config.num_stages} stages"
+    skew, lag, num_stages = config.skew, config.lag, config.num_stages
+    if min(skew, lag) < 0 or lag >= num_stages - 1 or skew + lag >= num_stages:
+        return f"skew = {skew} and lag = {lag} do not go with {num_stages} stages"
     return f"it needs {needed} bytes of shared memory, the device has {limit}" if needed > limit else None
 
 

@@ -113,9 +113,9 @@ def gemm(
     )  # fmt: skip
 
     def product() -> Gemm:
-        how = TOKEN if gathered else ROW
         return Gemm(
-            found, (), x, rows.layout, how, weight, out, h, bias, None, epilogue, interleaved, ROW, rows
+            plan=found, maps=(), x=x, layout=rows.layout, x_rows=TOKEN if gathered else ROW, weight=weight, out=out,
+            h=h, bias=bias, scale=None, epilogue=epilogue, interleaved=interleaved, out_rows=ROW, rows=rows,
         )  # fmt: skip
 
     launch = found.launch(config, x.device, product)
@@ -146,8 +146,11 @@ def weight_gradient(
     )
 
     def product() -> WeightGradient:
-        a_rows, b_rows = (TOKEN if gathered else ROW for gathered in (a_gathered, b_gathered))
-        return WeightGradient(found, (), b, rows.layout, b_rows, a, d_weight, a_rows, False, rows)
+        z_rows, x_rows = (TOKEN if gathered else ROW for gathered in (a_gathered, b_gathered))
+        return WeightGradient(
+            plan=found, maps=(), x=b, layout=rows.layout, x_rows=x_rows, d_z=a, d_weight=d_weight, z_rows=z_rows,
+            holes=False, rows=rows,
+        )  # fmt: skip
 
     launch = found.launch(config, a.device, product)
     launch(a, b, d_weight, rows.row_to_slot, rows.offsets)

@@ -44,26 +44,19 @@ class Plan:
         key: what the tuner tells it by.
         heuristic: the configuration without tuning.
         prepare: the launch with some configuration, prepared once for each.
-        settled: the launch that the tuner came to, and what it stood by; or nothing yet.
+        settled: the launch that the tuner came to.
     """
 
     key: Key
     heuristic: Config
     prepare: Callable[[Config], Any]
-    settled: list[tuple[object, Any]] = field(default_factory=list)
+    settled: tuning.Settled = field(default_factory=tuning.Settled)
 
     def launch(self, config: Config | None, device: torch.device, product: Callable[[], Product]) -> Any:
         """The launch with the caller's configuration, or else with the best one known for a product."""
         if config is not None:
             return self.prepare(config)
-        standing = tuning.standing(device)
-        for known, settled in self.settled:
-            if known is standing:
-                return settled
-        found = self.prepare(tuning.choose(product(), self.heuristic))
-        if standing is not None:
-            self.settled[:] = [(standing, found)]
-        return found
+        return self.settled.get(device, lambda: self.prepare(tuning.choose(product(), self.heuristic)))
 
 
 def key_of(kind: str, dtype: torch.dtype, sizes: tuple[int, ...], rows: int, **traits: bool) -> Key:
@@ -125,7 +118,7 @@ def of_gemm(
             )
             t_w = dense(halves, [1, 2, width, config.block_k])
         else:
-            t_w = weight_tiles(weight, width if split else config.block_n, config.block_n, config.block_k)
+            t_w = weight_tiles(weight, width if split else config.block_n, config.block_k)
         block = [64, config.store_n]
         t_h = None if h is None else ragged(h.columns(0, columns) if split else h, block)
         launch = Launch(
@@ -187,8 +180,8 @@ def of_weight_gradient(
     return Plan(key, tiles.heuristic(n), prepare)
 
 
-def weight_tiles(weight: Operand, rows_n: int, block_n: int, block_k: int) -> Tiles:
-    """Of an (E, N, K) view: (BLOCK_N, BLOCK_K), or where N is contiguous (BLOCK_K, rows_n)."""
+def weight_tiles(weight: Operand, block_n: int, block_k: int) -> Tiles:
+    """Of an (E, N, K) view: (block_n, block_k), or where N is contiguous (block_k, block_n)."""
     if k_major(weight):
         return dense(weight, [1, block_n, block_k])
-    return dense(weight.mT, [1, block_k, rows_n])
+    return dense(weight.mT, [1, block_k, block_n])

@@ -78,7 +78,7 @@ def gather_places(x, o_x, o_k, buffer, LIVE: gl.constexpr):
     if LIVE:
         gather_live(x, gl.maximum(o_x, 0), o_k, o_x >= 0, buffer)
     else:
-        gather(x, o_x, o_k, buffer)
+        copy(buffer, x + sixteens(o_x, o_k))
 
 
 @jit
@@ -88,14 +88,8 @@ def inside(slots, num_slots):
 
 
 @jit
-def gather(x, o_x, o_k, buffer):
-    """Starts copying rows, 16 bytes at a time."""
-    copy(buffer, x + sixteens(o_x, o_k))
-
-
-@jit
 def gather_live(x, o_x, o_k, live, buffer):
-    """The same of rows that are somebody's, zeros of others."""
+    """Starts copying rows that are somebody's, 16 bytes at a time; zeros for others."""
     copy(buffer, x + sixteens(o_x, o_k), mask=live[:, None])
 
 
@@ -114,9 +108,8 @@ def gathering_producer(
 ):  # fmt: skip
     """Copies rows of x from token order, and loads the weight as the other producer does.
 
-    Rows without a slot are some other token's, or zeros if LIVE.
-
-    Offsets into x are int32, half the registers of pointers; K is a multiple of BK.
+    Rows without a slot are some other token's, or zeros if LIVE. Offsets into x are int32, half the registers of
+    pointers; K is a multiple of BK.
     """
     WIDTH: gl.constexpr = BN // 2 if GATED else BN
     SPLIT: gl.constexpr = GATED and not INTERLEAVED

@@ -14,15 +14,7 @@ from anabranch._backends.hopper.gluon import (
     store_wait,
     warpgroup_mma_wait,
 )
-from anabranch._backends.hopper.pipeline import (
-    advance,
-    columns,
-    hand_back,
-    locate,
-    multiply,
-    put,
-    ring,
-)
+from anabranch._backends.hopper.pipeline import advance, columns, hand_back, locate, multiply, put, ring
 from anabranch.ops.grouped_gemm.backends.hopper.producers import gathering_producer, producer
 
 
@@ -172,23 +164,9 @@ def consumer(
         if row + 64 * c < end:
             begun = SKEW if SKEW > 0 and c == 0 else 1
             acc, stage, phase = steps(
-                acc,
-                0,
-                begun,
-                c,
-                a_bufs,
-                b_bufs,
-                full,
-                empty,
-                stage,
-                phase,
-                FENCED,
-                K_MAJOR,
-                PARTS,
-                BN,
-                BK,
-                STAGES,
-            )
+                acc, 0, begun, c, a_bufs, b_bufs, full, empty, stage, phase,
+                FENCED, K_MAJOR, PARTS, BN, BK, STAGES,
+            )  # fmt: skip
             if SKEW > 0 and c == 0:
                 mbarrier.arrive(go, count=1)
             # What the next tile is, is asked for while there is a product to wait for anyway.

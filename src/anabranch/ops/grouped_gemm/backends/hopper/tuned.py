@@ -28,8 +28,7 @@ class Gemm(tuned.Gemm):
     rows: Rows
 
     def refusal(self, config: Config) -> str | None:
-        limit = on.shared_memory_limit(self.device)
-        return tiles.legal(config, tiles.shared_memory(config), limit, self.epilogue.columns)
+        return tiles.legal(config, tiles.shared_memory(config), on.shared_memory_limit(self.device))
 
     def candidates(self, default: Config) -> Sequence[Config]:
         lags = (2,) if self.x_rows is TOKEN else ()

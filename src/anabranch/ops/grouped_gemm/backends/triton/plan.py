@@ -118,14 +118,14 @@ class Plan:
         key: what the tuner tells it by; its kind is that of its tiles.
         heuristic: the tiles without tuning.
         prepare: the launch with some tiles, prepared once for each.
-        settled: the tiles that the tuner came to, and what it stood by; or nothing yet.
+        settled: the tiles that the tuner came to.
     """
 
     refusals: Mapping[str, str | None]
     key: Key
     heuristic: GroupedGemmConfig
     prepare: Callable[[GroupedGemmConfig], Any]
-    settled: list[tuple[object, GroupedGemmConfig]] = field(default_factory=list)
+    settled: tuning.Settled = field(default_factory=tuning.Settled)
 
 
 class GemmLaunch(NamedTuple):

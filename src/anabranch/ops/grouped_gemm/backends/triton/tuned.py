@@ -33,14 +33,7 @@ def chosen(
     plan: Plan = product.plan
     if config == tuning.HEURISTIC:
         return plan.heuristic
-    standing = tuning.standing(product.device)
-    for known, settled in plan.settled:
-        if known is standing:
-            return settled
-    found = tuning.choose(product, plan.heuristic, may_search=search)
-    if standing is not None:
-        plan.settled[:] = [(standing, found)]
-    return found
+    return plan.settled.get(product.device, lambda: tuning.choose(product, plan.heuristic, may_search=search))
 
 
 def refusal(config: GroupedGemmConfig, dtype: torch.dtype, device: torch.device, kind: str) -> str | None:

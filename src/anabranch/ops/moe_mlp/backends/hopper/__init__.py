@@ -129,10 +129,8 @@ def backward(
     if call.down_bias is None:
         d_y, by_token = launch.inputs(grad, layout, launch.GATHERED_COLUMNS)
     else:
-        d_y, by_token = (
-            gather_rows(grad, layout),
-            False,
-        )  # as its gradient, and its share of the weights', read it
+        # As the bias's gradient, and its share of the weights', read it.
+        d_y, by_token = gather_rows(grad, layout), False
     if need_d_h or need_down or (need_weights and on_output):
         a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2]) if need_down else None
         if h is None:

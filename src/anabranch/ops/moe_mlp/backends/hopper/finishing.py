@@ -1,7 +1,7 @@
 """What follows the product in the gate's gradient: the pre-activation beside it, and what the gradients ask for.
 
 The pre-activation comes by a ring that a warp of its own keeps filled, or by pointers. The first is sooner there; the
-second leaves shared memory to the product.
+second leaves shared memory to the product, and is for whole tiles of columns that do not alternate.
 Letters: N columns of the activation.
 """
 
@@ -12,13 +12,13 @@ from anabranch._backends.hopper.pipeline import advance, locate
 @jit
 def h_loader(
     h_desc, h_bufs, h_full, h_empty, tiles, size, N, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    BN: gl.constexpr, GROUP_M: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr, PIECE_M: gl.constexpr,
+    BN: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PIECE_M: gl.constexpr,
 ):  # fmt: skip
     """Loads the pre-activation of PIECE_M rows at a time, in the order in which the finishing warps take it."""
     num_m = gl.load(tiles + 3 * size)
     num_n = gl.cdiv(N, BN)
     total = num_m * num_n
-    slot = 0
+    stage = 0
     phase = 1
     _, row, end, tile_n = locate(gl.program_id(0), total, num_m, num_n, tiles, size, GROUP_M)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -27,79 +27,62 @@ def h_loader(
         for i in range(128 // PIECE_M):
             begin = row + i * PIECE_M
             if begin < end:
-                bar = h_full.index(slot)
-                mbarrier.wait(h_empty.index(slot), phase)
+                bar = h_full.index(stage)
+                mbarrier.wait(h_empty.index(stage), phase)
                 mbarrier.expect(bar, PARTS * PIECE_M * BN * 2)
                 if INTERLEAVED:
-                    tma_load(h_desc, [begin, 2 * n], bar, h_bufs.index(slot * PARTS))
-                    tma_load(h_desc, [begin, 2 * n + BN], bar, h_bufs.index(slot * PARTS + 1))
+                    tma_load(h_desc, [begin, 2 * n], bar, h_bufs.index(stage * PARTS))
+                    tma_load(h_desc, [begin, 2 * n + BN], bar, h_bufs.index(stage * PARTS + 1))
                 else:
-                    tma_load(h_desc, [begin, n], bar, h_bufs.index(slot * PARTS))
+                    tma_load(h_desc, [begin, n], bar, h_bufs.index(stage * PARTS))
                     if GATED:
-                        tma_load(h_desc, [begin, N + n], bar, h_bufs.index(slot * PARTS + 1))
-                slot, phase = advance(slot, phase, SLOTS)
+                        tma_load(h_desc, [begin, N + n], bar, h_bufs.index(stage * PARTS + 1))
+                stage, phase = advance(stage, phase, STAGES)
         _, row, end, tile_n = following
 
 
 @jit
 def read_h(
-    h_pieces, slot, j: gl.constexpr, COUNT: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    h_pieces, stage, j: gl.constexpr, COUNT: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr,
     ACROSS: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """The pre-activation beside COUNT pieces from piece j on: of each (gate, up), (both,) or (it,)."""
     if COUNT > 1:
-        first = read_h(h_pieces, slot, j, COUNT // 2, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE)
+        first = read_h(h_pieces, stage, j, COUNT // 2, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE)
         return first + read_h(
-            h_pieces, slot, j + COUNT // 2, COUNT // 2, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE
+            h_pieces, stage, j + COUNT // 2, COUNT // 2, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE
         )
     elif INTERLEAVED:
-        return ((h_pieces.index(slot * ACROSS + j).load(WIDE),),)
+        return ((h_pieces.index(stage * ACROSS + j).load(WIDE),),)
     elif GATED:
-        at = slot * 2 * ACROSS + j
+        at = stage * 2 * ACROSS + j
         return ((h_pieces.index(at).load(LAYOUT), h_pieces.index(at + ACROSS).load(LAYOUT)),)
     else:
-        return ((h_pieces.index(slot * ACROSS + j).load(LAYOUT),),)
+        return ((h_pieces.index(stage * ACROSS + j).load(LAYOUT),),)
 
 
 @jit
-def load_h(
-    h, row, end, n, N, stride_hm, at, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, WHOLE_N: gl.constexpr,
-):  # fmt: skip
+def load_h(h, row, end, n, N, stride_hm, at, GATED: gl.constexpr):
     """What :func:`read_h` gives of one piece, by pointers; anything past the expert's end."""
-    o_m, o_n, w_m, w_n = at
-    if INTERLEAVED:
-        live = ((row + w_m) < end)[:, None]
-        if not WHOLE_N:
-            live = live & (2 * n + w_n < 2 * N)[None, :]
-        p = h + (row + w_m).to(gl.int64)[:, None] * stride_hm + (2 * n + w_n)[None, :]
-        return (gl.load(p, mask=live),)
+    o_m, o_n, _, _ = at
+    live = ((row + o_m) < end)[:, None]
+    p = h + (row + o_m).to(gl.int64)[:, None] * stride_hm + (n + o_n)[None, :]
+    if GATED:
+        return gl.load(p, mask=live), gl.load(p + N, mask=live)
     else:
-        live = ((row + o_m) < end)[:, None]
-        if not WHOLE_N:
-            live = live & (n + o_n < N)[None, :]
-        p = h + (row + o_m).to(gl.int64)[:, None] * stride_hm + (n + o_n)[None, :]
-        if GATED:
-            return (
-                gl.load(p, mask=live),
-                gl.load(p + N, mask=live),
-            )
-        else:
-            return (gl.load(p, mask=live),)
+        return (gl.load(p, mask=live),)
 
 
 @jit
-def load_pieces(
-    h, row, end, n, N, stride_hm, at, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, COUNT: gl.constexpr,
-    WHOLE_N: gl.constexpr,
-):  # fmt: skip
+def load_pieces(h, row, end, n, N, stride_hm, at, GATED: gl.constexpr, COUNT: gl.constexpr):
     """What :func:`load_h` gives of COUNT pieces side by side."""
     if COUNT == 1:
-        return (load_h(h, row, end, n, N, stride_hm, at, GATED, INTERLEAVED, WHOLE_N),)
+        return (load_h(h, row, end, n, N, stride_hm, at, GATED),)
     else:
         HALF: gl.constexpr = COUNT // 2
-        left = load_pieces(h, row, end, n, N, stride_hm, at, GATED, INTERLEAVED, HALF, WHOLE_N)
+        left = load_pieces(h, row, end, n, N, stride_hm, at, GATED, HALF)
         n += HALF * 64
-        return left + load_pieces(h, row, end, n, N, stride_hm, at, GATED, INTERLEAVED, HALF, WHOLE_N)
+        return left + load_pieces(h, row, end, n, N, stride_hm, at, GATED, HALF)
 
 
 @jit
@@ -173,12 +156,12 @@ def finisher(
     a_out, dots, num_slots, tiles, size, N,
     EPILOGUE: gl.constexpr, P: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, WEIGHTED: gl.constexpr,
     NEED_H: gl.constexpr, NEED_A: gl.constexpr, NEED_DOT: gl.constexpr, TOP_K: gl.constexpr, BN: gl.constexpr,
-    GROUP_M: gl.constexpr, PIECE_M: gl.constexpr, WARPS: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
+    GROUP_M: gl.constexpr, PIECE_M: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
     WHOLE_N: gl.constexpr,
 ):  # fmt: skip
     """From the activation's gradient in shared memory to what is needed, piece by piece, 16 bytes a thread.
 
-    With a ring of SLOTS pieces ``h_bufs`` holds the pre-activation; with none ``h`` is a pointer to it.
+    With a ring of STAGES ``h_bufs`` holds the pre-activation; with none ``h`` is a pointer to it.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
@@ -197,13 +180,12 @@ def finisher(
     # Blocks of 8 rows follow one another in shared memory: any number of them is a tile too.
     WHOLE: gl.constexpr = d_bufs.layout
     pieces = reinterpret(d_bufs, [2 * ACROSS * DOWN, PIECE_M, 64], WHOLE)
-    RING: gl.constexpr = SLOTS > 0
-    # Read at once, rows make room for others soon; alternating columns take more registers to part.
-    AT_ONCE: gl.constexpr = RING and not INTERLEAVED
+    RING: gl.constexpr = STAGES > 0
+    gl.static_assert(RING or (WHOLE_N and not INTERLEAVED))
     if RING:
         H_WIDTH: gl.constexpr = 128 if INTERLEAVED else 64
-        h_pieces = reinterpret(h_bufs, [SLOTS * PARTS * BN // H_WIDTH, PIECE_M, H_WIDTH], WHOLE)
-    slot = 0
+        h_pieces = reinterpret(h_bufs, [STAGES * PARTS * BN // H_WIDTH, PIECE_M, H_WIDTH], WHOLE)
+    stage = 0
     phase = 0
     turns = 0
     _, row, end, tile_n = locate(gl.program_id(0), total, num_m, num_n, tiles, size, GROUP_M)
@@ -215,9 +197,7 @@ def finisher(
             if first < end:
                 stop = gl.minimum(end, first + 64)
                 if not RING:
-                    z = load_pieces(
-                        h, first, stop, first_n, N, stride_hm, at, GATED, INTERLEAVED, ACROSS, WHOLE_N
-                    )
+                    z = load_pieces(h, first, stop, first_n, N, stride_hm, at, GATED, ACROSS)
                 slots = load_slots(row_to_slot, first + o_m, end)
                 slots_next = load_slots(row_to_slot, first + PIECE_M + o_m, end)
                 factor = load_factors(weights, slots, stride_wt, stride_wk, TOP_K, WEIGHTED)
@@ -229,33 +209,32 @@ def finisher(
                     factor_next = load_factors(weights, slots_next, stride_wt, stride_wk, TOP_K, WEIGHTED)
                     slots_after = load_slots(row_to_slot, begin + 2 * PIECE_M + o_m, end)
                     if RING:
-                        mbarrier.wait(h_full.index(slot), phase)
+                        mbarrier.wait(h_full.index(stage), phase)
+                        # Read at once, rows make room for others soon; alternating columns take registers to part.
+                        if not INTERLEAVED:
+                            z = read_h(h_pieces, stage, 0, ACROSS, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE)
+                            mbarrier.arrive(h_empty.index(stage), count=1)
                     else:
                         z_next = ()
-                    if AT_ONCE:
-                        z = read_h(h_pieces, slot, 0, ACROSS, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE)
-                        mbarrier.arrive(h_empty.index(slot), count=1)
                     dot = gl.zeros([PIECE_M, 64], gl.float32, layout=LAYOUT)
                     for j in gl.static_range(ACROSS):
                         n = first_n + j * 64
                         d = pieces.index((c * ACROSS + j) * DOWN + i).load(LAYOUT).to(gl.float32)
-                        if AT_ONCE or not RING:
-                            piece = z[j]
+                        if INTERLEAVED:
+                            piece = read_h(h_pieces, stage, j, 1, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE)[0]
                         else:
-                            piece = read_h(h_pieces, slot, j, 1, GATED, INTERLEAVED, ACROSS, LAYOUT, WIDE)[0]
+                            piece = z[j]
                         dot += finish(
                             d, piece, factor, begin, end, n, N, d_h, a_out, stride_hm, at,
                             EPILOGUE, P, GATED, INTERLEAVED, NEED_H, NEED_A, WIDE, WHOLE_N,
                         )  # fmt: skip
                         if not RING:
-                            below = load_h(
-                                h, begin + PIECE_M, stop, n, N, stride_hm, at, GATED, INTERLEAVED, WHOLE_N
-                            )  # fmt: skip
+                            below = load_h(h, begin + PIECE_M, stop, n, N, stride_hm, at, GATED)
                             z_next = z_next + (below,)
                     if RING:
-                        if not AT_ONCE:
-                            mbarrier.arrive(h_empty.index(slot), count=1)
-                        slot, phase = advance(slot, phase, SLOTS)
+                        if INTERLEAVED:
+                            mbarrier.arrive(h_empty.index(stage), count=1)
+                        stage, phase = advance(stage, phase, STAGES)
                     else:
                         z = z_next
                     if NEED_DOT:

@@ -57,23 +57,8 @@ def consumer(
                 mbarrier.arrive(go, count=1)
             following = locate(tile + gl.num_programs(0), total, num_m, num_n, tiles, size, GROUP_M)
             acc, stage, phase = steps(
-                acc,
-                begun,
-                num_k,
-                c,
-                a_bufs,
-                b_bufs,
-                full,
-                empty,
-                stage,
-                phase,
-                FENCED,
-                K_MAJOR,
-                1,
-                BN,
-                BK,
-                STAGES,
-            )
+                acc, begun, num_k, c, a_bufs, b_bufs, full, empty, stage, phase, FENCED, K_MAJOR, 1, BN, BK, STAGES
+            )  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=(acc,))
             hand_back(empty, stage, num_k > 0, STAGES)
             mbarrier.wait(free.index(c), turn)
@@ -119,13 +104,13 @@ def gate_gradient_kernel(
     NEED_H: gl.constexpr, NEED_A: gl.constexpr, NEED_DOT: gl.constexpr, TOP_K: gl.constexpr,
     GATHERED: gl.constexpr, K_MAJOR: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, SKEW: gl.constexpr,
-    WARPS: gl.constexpr, PIECE_M: gl.constexpr, SLOTS: gl.constexpr, FINISHERS: gl.constexpr,
+    WARPS: gl.constexpr, PIECE_M: gl.constexpr, H_STAGES: gl.constexpr, FINISHERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, FINISHER_REGISTERS: gl.constexpr, WHOLE_N: gl.constexpr,
 ):  # fmt: skip
     """With d = x[row] @ w[expert].T: ``d_h = epilogue'(h) * weight * d``, ``a_out = weight * epilogue(h)`` and, by
     tile of columns and slot, ``dots = <d, epilogue(h)>``. d_h may be h: a piece is read before it is written.
 
-    x is a descriptor, or a pointer if GATHERED, and h is one if a ring has SLOTS for its pieces.
+    x is a descriptor, or a pointer if GATHERED; h is a descriptor, or a pointer if H_STAGES is 0.
     """
     dtype: gl.constexpr = w_desc.dtype
     a_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, 64, BK], A_LAYOUT)
@@ -135,10 +120,10 @@ def gate_gradient_kernel(
     full, empty = ring(STAGES, 32 * WARPS + 1 if GATHERED else 1, 2)
     ready, free = ring(2, 1, 1)
     PARTS: gl.constexpr = 2 if GATED else 1
-    RING: gl.constexpr = SLOTS > 0
+    RING: gl.constexpr = H_STAGES > 0
     if RING:
-        h_bufs = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, PIECE_M, BN], h.layout)
-        h_full, h_empty = ring(SLOTS, 1, 1)
+        h_bufs = gl.allocate_shared_memory(dtype, [H_STAGES * PARTS, PIECE_M, BN], h.layout)
+        h_full, h_empty = ring(H_STAGES, 1, 1)
     else:
         h_bufs, h_full, h_empty = d_bufs, ready, free
     go = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -160,10 +145,10 @@ def gate_gradient_kernel(
                 (finisher, (
                     d_bufs, ready, free, weights, h_bufs, h_full, h_empty, stride_hm, weights, stride_wt, stride_wk,
                     row_to_slot, d_h, a_out, dots, num_slots, tiles, size, N, F, P, GATED, INTERLEAVED, WEIGHTED,
-                    NEED_H, NEED_A, NEED_DOT, TOP_K, BN, GROUP_M, PIECE_M, FINISHERS, SLOTS, PARTS, WHOLE_N,
+                    NEED_H, NEED_A, NEED_DOT, TOP_K, BN, GROUP_M, PIECE_M, FINISHERS, H_STAGES, PARTS, WHOLE_N,
                 )),
                 (h_loader, (
-                    h, h_bufs, h_full, h_empty, tiles, size, N, GATED, INTERLEAVED, BN, GROUP_M, SLOTS, PARTS,
+                    h, h_bufs, h_full, h_empty, tiles, size, N, GATED, INTERLEAVED, BN, GROUP_M, H_STAGES, PARTS,
                     PIECE_M,
                 )),
                 (loader, (
@@ -188,7 +173,7 @@ def gate_gradient_kernel(
                 (finisher, (
                     d_bufs, ready, free, h, h_bufs, h_full, h_empty, stride_hm, weights, stride_wt, stride_wk,
                     row_to_slot, d_h, a_out, dots, num_slots, tiles, size, N, F, P, GATED, INTERLEAVED, WEIGHTED,
-                    NEED_H, NEED_A, NEED_DOT, TOP_K, BN, GROUP_M, PIECE_M, FINISHERS, SLOTS, PARTS, WHOLE_N,
+                    NEED_H, NEED_A, NEED_DOT, TOP_K, BN, GROUP_M, PIECE_M, FINISHERS, H_STAGES, PARTS, WHOLE_N,
                 )),
                 (loader, (
                     a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K,

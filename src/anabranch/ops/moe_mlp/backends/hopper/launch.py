@@ -23,7 +23,7 @@ from anabranch.ops.grouped_gemm.backends.hopper.plan import Maps, Plan, key_of, 
 from anabranch.ops.grouped_gemm.backends.triton.kernels import ROW, TOKEN
 from anabranch.ops.grouped_gemm.backends.triton.plan import device_code, parameters
 from anabranch.ops.moe_mlp.backends.hopper import gate_gradient, tuned
-from anabranch.ops.moe_mlp.backends.hopper.tuned import PIECE, PIECES, GateGradient
+from anabranch.ops.moe_mlp.backends.hopper.tuned import H_STAGES, PIECE, GateGradient
 
 DEEP = 4096
 """Columns of the output from which finishing warps read h by pointers: they have the time to wait for it then, and
@@ -73,8 +73,9 @@ def pre_activation_gradient(
 
     def product() -> GateGradient:
         return GateGradient(
-            found, (), d_rows, rows.layout, TOKEN if gathered else ROW, weight, h, scale, rows, epilogue, interleaved,
-            d_h is not None, a_out is not None, d_scale is not None,
+            plan=found, maps=(), x=d_rows, layout=rows.layout, x_rows=TOKEN if gathered else ROW, weight=weight, h=h,
+            scale=scale, rows=rows, epilogue=epilogue, interleaved=interleaved, need_h=d_h is not None,
+            need_a=a_out is not None, need_dot=d_scale is not None,
         )  # fmt: skip
 
     launch, parts = found.launch(config, h.device, product)
@@ -95,7 +96,7 @@ def _plan(
     device: torch.device, d_rows: Operand, weight: Operand, h: Operand, scale: Operand | None, maps: Maps,
     epilogue: Epilogue, interleaved: bool, need_h: bool, need_a: bool, need_dot: bool, gathered: bool,
 ) -> Plan:  # fmt: skip
-    """What :func:`pre_activation_gradient` launches, and in how many tiles of columns."""
+    """The plan of :func:`pre_activation_gradient`; a launch comes with how many tiles of columns it has."""
     experts, columns, k_dim = weight.shape
     code = device_code(epilogue)
     assert code is not None
@@ -113,7 +114,7 @@ def _plan(
         # The second half could miss one of two starts.
         skew = config.skew if triton.cdiv(depth, config.block_k) >= config.num_stages else 0
         whole = columns % config.block_n == 0
-        pieces = 0 if depth >= DEEP and whole and not interleaved else PIECES
+        h_stages = 0 if depth >= DEEP and whole and not interleaved else H_STAGES
         launch = Launch(
             device, gate_gradient.gate_gradient_kernel, (on.num_sms(device),),
             d_rows.stride[0], h.stride[0], *((0, 0) if scale is None else scale.stride), maps.num_slots,
@@ -121,12 +122,12 @@ def _plan(
             EPILOGUE=code.backward, P=parameters(epilogue), GATED=gated, INTERLEAVED=interleaved,
             WEIGHTED=scale is not None, NEED_H=need_h, NEED_A=need_a, NEED_DOT=need_dot, TOP_K=maps.top_k,
             GATHERED=gathered, K_MAJOR=by_k, BN=config.block_n, BK=config.block_k, STAGES=config.num_stages,
-            GROUP_M=config.group_m, SKEW=skew, WARPS=2 if gathered and not pieces else 1, PIECE_M=PIECE,
-            SLOTS=pieces, FINISHERS=2, CONSUMER_REGISTERS=160, FINISHER_REGISTERS=184, WHOLE_N=whole, num_warps=4,
+            GROUP_M=config.group_m, SKEW=skew, WARPS=2 if gathered and not h_stages else 1, PIECE_M=PIECE,
+            H_STAGES=h_stages, FINISHERS=2, CONSUMER_REGISTERS=160, FINISHER_REGISTERS=184, WHOLE_N=whole, num_warps=4,
         )  # fmt: skip
-        t_w = weight_tiles(weight, config.block_n, config.block_n, config.block_k)
+        t_w = weight_tiles(weight, config.block_n, config.block_k)
         t_x = None if gathered else dense(d_rows, [64, config.block_k])
-        launch.tiled({0: t_x, 1: t_w, 2: dense(h, [PIECE, config.block_n]) if pieces else None})
+        launch.tiled({0: t_x, 1: t_w, 2: dense(h, [PIECE, config.block_n]) if h_stages else None})
         return launch, triton.cdiv(columns, config.block_n)
 
     return Plan(key, tuned.heuristic(columns), prepare)

@@ -21,7 +21,7 @@ from anabranch.ops.grouped_gemm.backends.triton.truth import multiplied, some_ro
 from anabranch.ops.grouped_gemm.backends.triton.tuned import like
 from anabranch.tuning import Sample
 
-PIECE, PIECES = 8, 2
+PIECE, H_STAGES = 8, 2
 """Rows that are finished at once: as many as a block of shared memory has, whose addresses are swizzled; and how many
 such pieces of the pre-activation are on their way or in use."""
 FULL = replace(WIDE, num_stages=3, skew=1)
@@ -39,7 +39,7 @@ def heuristic(columns: int) -> Config:
 def shared_memory(config: Config, parts: int) -> int:
     """Most bytes of shared memory that the kernel takes, with so many columns of the pre-activation for each."""
     tile = tiles.ROWS * config.block_n * 2
-    return tiles.stages(config) + tile + PIECES * parts * PIECE * config.block_n * 2 + tiles.SLACK
+    return tiles.stages(config) + tile + H_STAGES * parts * PIECE * config.block_n * 2 + tiles.SLACK
 
 
 class Values(NamedTuple):
