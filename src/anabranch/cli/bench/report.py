@@ -110,7 +110,8 @@ class Report:
     @property
     def place(self) -> str:
         """Where and with what it was made."""
-        threads = f", {self.threads} threads" if self.device == "cpu" else ""
+        many = "thread" if self.threads == 1 else "threads"
+        threads = f", {self.threads} {many}" if self.device == "cpu" else ""
         commit = f", commit {self.commit}" if self.commit else ""
         return f"{self.device_name}{threads}, torch {self.torch}{commit}, {self.date}"
 
