@@ -53,7 +53,8 @@ def define(
         kernel: computes the results, on any device. torch.compile does not look inside. On a GPU, where all that it
             did for a call were launches, these alone are made for calls like that one; so unless it reads them,
             nothing may depend on what its tensors hold, nor on where they are but for the distance from a multiple of
-            16 bytes. Mutating ones are called every time.
+            16 bytes; and launches take its tensors from their start, for an address alone does not tell a view that
+            starts inside one from another tensor there. Mutating ones are called every time.
         fake: allocates the results alone.
         save: ``save(ctx, args, results)`` keeps what the gradient needs.
         differentiate: ``differentiate(ctx, *grads)`` takes a gradient or None for every tensor among the results
@@ -65,8 +66,8 @@ def define(
     library = get_library_allowing_overwrite(NAMESPACE, name)
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
-    known = _counting_versions if operator._schema.is_mutable else _remembering
-    kernel = _skipped(known(operator, kernel, by))
+    mutable = operator._schema.is_mutable
+    kernel = _skipped(_counting_versions(operator, kernel) if mutable else _remembering(operator, kernel, by))
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     if differentiate is not None:
@@ -124,7 +125,7 @@ def _triton() -> ModuleType | None:
     return importlib.import_module("anabranch._backends.triton.remembered") if found else None
 
 
-def _counting_versions(operator: Any, kernel: Callable[..., Any], by: Any) -> Callable[..., Any]:
+def _counting_versions(operator: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, which then tells autograd of the tensors that it wrote to."""
     arguments = operator._schema.arguments
     written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]

@@ -143,6 +143,39 @@ def test_weights_that_no_kernel_writes_get_gradient_zero(options, monkeypatch):
     assert not d_weights.any()
 
 
+@pytest.mark.parametrize("transpose_weight", [False, True])
+@pytest.mark.parametrize(
+    ("options", "needs", "copies"),
+    [
+        (dict(hidden=256), [True] * 4, 0),
+        (dict(hidden=256, down_bias=True), [True, True, True, False], 0),
+        (dict(hidden=256, down_bias=True), [True] * 4, 1),  # the bias has a share in the weights' gradient
+        (dict(hidden=320), [True, False, True, True], 1),  # past a row's end no copy may go
+    ],
+    ids=str,
+)
+def test_the_gradient_is_read_where_it_lies(options, needs, copies, transpose_weight, monkeypatch):
+    from anabranch._backends.triton.prepared import Launch
+
+    launched = []
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *tensors: launched.append(launch))
+    options = dict(options)
+    if options.pop("down_bias", False):
+        options["down_bias"] = torch.zeros(E, options["hidden"], dtype=torch.bfloat16)
+    call = bind(transpose_weight=transpose_weight, **options)
+    h = call.x.new_empty(T * K, call.gate_up_nk.shape[1])
+    hopper.backward(call, call.x, h, [*needs, False, False])
+    found = {}
+    for launch in launched:
+        found.setdefault(launch._kernel.fn.__name__, []).append(launch._constants)
+    assert len(found.get("_gather_kernel", ())) == copies
+    assert found["gate_gradient_kernel"][0]["GATHERED"] is (copies == 0)
+    d_down = found["weight_gradient_kernel"][0]
+    # Rows of the weight's gradient are of its first operand, which is the other one where it lies transposed.
+    assert d_down["A_GATHERED"] is (copies == 0 and not transpose_weight)
+    assert d_down["B_GATHERED"] is (copies == 0 and transpose_weight)
+
+
 def test_a_refusal_names_its_reason():
     call = bind(dtype=torch.float32)
     with pytest.raises(

@@ -17,6 +17,7 @@ CASES = {
     "empty": (300, 320, 264, 8, 2, "every_other", 0.0, {}),
     "one": (300, 256, 512, 4, 1, "one_expert", 0.0, {}),
     "transposed": (333, 328, 200, 5, 2, "random", 0.1, dict(transpose_weight=True)),
+    "transposed_gathered": (333, 512, 200, 5, 2, "random", 0.1, dict(transpose_weight=True)),
     "gpt_oss": (
         333, 320, 200, 5, 2, "random", 0.1,
         dict(activation="gpt_oss", gate_layout="interleaved", transpose_weight=True),

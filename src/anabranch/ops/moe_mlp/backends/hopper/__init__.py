@@ -126,11 +126,11 @@ def backward(
             zero(d_weights)
 
     rows = launch.rows_of(layout)
-    if call.down_bias is None:
-        d_y, by_token = launch.inputs(grad, layout, launch.GATHERED_COLUMNS)
-    else:
-        # As the bias's gradient, and its share of the weights', read it.
+    # The bias's gradient, and its share of the weights', read rows in order.
+    if call.down_bias is not None and (need_down_bias or (need_weights and on_output)):
         d_y, by_token = gather_rows(grad, layout), False
+    else:
+        d_y, by_token = launch.inputs(grad, layout, launch.GATHERED_COLUMNS)
     if need_d_h or need_down or (need_weights and on_output):
         a = call.x.new_empty(layout.num_rows, call.down_nk.shape[2]) if need_down else None
         if h is None:

@@ -130,7 +130,8 @@ def gate_gradient_kernel(
     mbarrier.init(go, count=1)
     fence_async_shared()
     barrier()
-    F: gl.constexpr = EPILOGUE  # a function is handed on as a constant alone
+    # A function is handed on as a constant alone, and no tuple that is kept may hold one: both lists are written out.
+    F: gl.constexpr = EPILOGUE
     if RING:
         gl.warp_specialize(
             [
