@@ -24,6 +24,8 @@ CASES = {
     "one": (300, 256, 512, 4, 1, "one_expert", 0.0, dict(activation="gpt_oss")),
     "transposed": (333, 512, 200, 5, 2, "random", 0.1, dict(transpose_weight=True, gather=True)),
     "gated": (333, 328, 400, 5, 2, "random", 0.1, dict(transpose_weight=True, activation="geglu")),
+    # Enough rows an expert for halves past its end to be multiplied too.
+    "steady": (3300, 320, 272, 2, 1, "random", 0.02, dict(gather=True, activation="swiglu")),
     # More tiles of every product and gradient than an H200 has multiprocessors: 132.
     "many": (1100, 512, 1040, 80, 4, "random", 0.1, dict(gather=True, activation="swiglu")),
 }  # fmt: skip

@@ -6,7 +6,6 @@ TRITON_INTERPRET=1 pytest tests/ops/grouped_gemm/test_triton.py interprets it.
 import os
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -385,14 +384,3 @@ def test_what_hopper_clears(rows, total, dead, columns, device):
     clear(out, offsets, row_to_slot)
     untouched()
     assert torch.equal(out, expected)
-
-
-@runs
-def test_the_table_of_tiles():
-    from anabranch._backends.triton.schedule import schedule
-
-    offsets = [0, 0, 5, 69, 69, 134, 135]
-    tiles = [(e, r, b) for e, (a, b) in enumerate(pairwise(offsets)) for r in range(a, b, 32)]
-    *table, count, used = schedule(torch.tensor(offsets, dtype=torch.int32), 140, 32).tolist()
-    assert (count, used) == (len(tiles), 135)
-    assert [tuple(table[i :: len(table) // 3]) for i in range(count)] == tiles

@@ -24,6 +24,8 @@ CASES = {
     ),
     "interleaved": (333, 256, 264, 5, 2, "random", 0.0, dict(activation="geglu", gate_layout="interleaved")),
     "input": (333, 256, 136, 5, 2, "duplicates", 0.1, dict(weight_on="input")),
+    # Enough rows an expert for halves past its end to be multiplied too.
+    "steady": (3300, 256, 272, 2, 1, "random", 0.02, {}),
     # More tiles of every product and gradient than an H200 has multiprocessors: 132.
     "many": (1100, 512, 520, 80, 4, "random", 0.1, {}),
     "plain_activation": (333, 512, 264, 5, 2, "random", 0.1, dict(activation="gelu")),

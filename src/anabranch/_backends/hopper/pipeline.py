@@ -12,7 +12,7 @@ from anabranch._backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from anabranch._backends.triton.schedule import tile_coordinates
+from anabranch._backends.triton.schedule import tile_of_expert
 
 
 @jit
@@ -24,14 +24,30 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @jit
-def locate(tile, total, num_m, num_n, tiles, size, GROUP_M: gl.constexpr):
-    """(expert, first row, the expert's end, column tile) of a tile; zeros past the last one."""
+def look_up(tile, total, num_n, tiles, size):
+    """What :func:`place` needs to know of a tile; of the first one past the last. Does not wait for memory."""
     inside = tile < total
-    m, n = tile_coordinates(gl.where(inside, tile, 0), gl.maximum(num_m, 1), num_n, GROUP_M)
+    tile = gl.where(inside, tile, 0)
+    m = tile // num_n
     expert = gl.load(tiles + m, mask=inside, other=0)
     row = gl.load(tiles + size + m, mask=inside, other=0)
     end = gl.load(tiles + 2 * size + m, mask=inside, other=0)
+    first = gl.load(tiles + 3 * size + m, mask=inside, other=0)
+    return tile, m, expert, row, end, first
+
+
+@jit
+def place(found, num_n, GROUP_M: gl.constexpr):
+    """(expert, first row, the expert's end, column tile) of a tile that was looked up; waits until it is."""
+    tile, m, expert, row, end, first = found
+    row, n = tile_of_expert(tile, m, row, end, first, num_n, 128, GROUP_M)
     return expert, row, end, n
+
+
+@jit
+def locate(tile, total, num_n, tiles, size, GROUP_M: gl.constexpr):
+    """:func:`place` at once."""
+    return place(look_up(tile, total, num_n, tiles, size), num_n, GROUP_M)
 
 
 @jit
@@ -76,22 +92,41 @@ def put(x, buffers, first: gl.constexpr, slot, descriptor, at, NBUF: gl.constexp
 
 
 @jit
-def load_rows(descriptor, row, end, k, bar, a_bufs, stage, other: gl.constexpr, BK: gl.constexpr):
-    """Starts loading a tile's rows in two halves, the second if the expert reaches it.
-
-    ``other`` is what else arrives at the stage's barrier, in bytes.
-    """
-    both = row + 64 < end
-    mbarrier.expect(bar, other + 128 * BK * 2, pred=both)
-    mbarrier.expect(bar, other + 64 * BK * 2, pred=row + 64 >= end)
-    tma_load(descriptor, [row, k], bar, a_bufs.index(stage * 2))
-    tma_load(descriptor, [row + 64, k], bar, a_bufs.index(stage * 2 + 1), pred=both)
+def reach(row, end, STEADY: gl.constexpr):
+    """Where the rows that a tile multiplies end: those of its expert, or STEADY, so many as in any other."""
+    if STEADY:
+        return row + 128
+    else:
+        return end
 
 
 @jit
-def load_ragged(descriptor, row, end, column, bar, buffer):
+def load_ragged(descriptor, row, end, column, bar, buffer, pred=True):
     """Starts loading a tile that ends at an expert's last row, zeros from there."""
-    tma_load(descriptor, [1 << 30, end, (1 << 30) - end + row, column], bar, buffer)
+    tma_load(descriptor, [1 << 30, end, (1 << 30) - end + row, column], bar, buffer, pred=pred)
+
+
+@jit
+def load_rows(descriptor, row, end, both, k, bar, a_bufs, stage, other: gl.constexpr, BK: gl.constexpr):
+    """Starts loading the first half of a tile's rows, or both halves, zeros from the expert's end on.
+
+    ``other`` is what else arrives at the stage's barrier, in bytes.
+    """
+    mbarrier.expect(bar, other + 128 * BK * 2, pred=both)
+    mbarrier.expect(bar, other + 64 * BK * 2, pred=both == 0)
+    load_ragged(descriptor, row, end, k, bar, a_bufs.index(stage * 2))
+    load_ragged(descriptor, row + 64, end, k, bar, a_bufs.index(stage * 2 + 1), pred=both)
+
+
+@jit
+def halves(
+    dtype: gl.constexpr, LAYOUT: gl.constexpr, GATHERED: gl.constexpr, STAGES: gl.constexpr, BK: gl.constexpr
+):
+    """Buffers of each stage's two halves of a tile's rows."""
+    if GATHERED:
+        return gl.allocate_shared_memory(dtype, [STAGES * 2, 64, BK], LAYOUT)
+    else:
+        return gl.allocate_shared_memory(dtype, [STAGES * 2, 1, 1, 64, BK], LAYOUT)
 
 
 @jit

@@ -41,7 +41,9 @@ def _schedule_kernel(
     first = tl.sum(_tiles(tl.minimum(tl.maximum(starts, 0), num_rows), stops, num_rows, BLOCK_M)[1])
     start = tl.minimum(tl.maximum(tl.load(offsets + expert), 0), num_rows)
     stop, mine = _tiles(start, tl.load(offsets + expert + 1), num_rows, BLOCK_M)
-    mine = tl.minimum(mine, tl.maximum(size - first, 0)).to(tl.int32)
+    first = tl.minimum(first, size).to(tl.int32)
+    mine = tl.minimum(mine, size - first).to(tl.int32)
+    stop = tl.minimum(stop, start + mine * BLOCK_M)
     for i in range(0, mine, STEP):
         tile = i + tl.arange(0, STEP)
         keep = tile < mine
@@ -49,9 +51,10 @@ def _schedule_kernel(
         tl.store(p, expert + tile * 0, mask=keep)
         tl.store(p + size, start + tile * BLOCK_M, mask=keep)
         tl.store(p + 2 * size, stop + tile * 0, mask=keep)
+        tl.store(p + 3 * size, first + tile * 0, mask=keep)
     if expert == num_experts - 1:
-        tl.store(tiles + 3 * size, tl.minimum(first + mine, size).to(tl.int32))
-        tl.store(tiles + 3 * size + 1, stop)
+        tl.store(tiles + 4 * size, first + mine)
+        tl.store(tiles + 4 * size + 1, stop)
 
 
 class Schedule(NamedTuple):
@@ -61,11 +64,12 @@ class Schedule(NamedTuple):
     launch: Launch
 
     def of(self, offsets: Tensor) -> Tensor:
-        """Built on the device, int32: each tile's expert, first row and expert's end; then how many, and rows used.
+        """Built on the device, int32: each tile's expert, first row, expert's end and expert's first tile; then how
+        many tiles, and how many rows are used.
 
         All that a kernel asks of a tile lies side by side in it, so that it waits for memory once.
         """
-        tiles = offsets.new_empty(3 * self.size + 2, dtype=torch.int32)
+        tiles = offsets.new_empty(4 * self.size + 2, dtype=torch.int32)
         self.launch(offsets, tiles)
         return tiles
 
@@ -86,6 +90,25 @@ def of_layout(device: torch.device, offsets: Operand, num_rows: int, block_m: in
         num_warps=1 if num_experts <= 512 else 4,
     )  # fmt: skip
     return Schedule(size, launch)
+
+
+@triton.jit
+def tile_of_expert(tile, m, row, end, first, num_n, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+    """(first row, column tile) of a tile, where m = tile // num_n is some row tile of its expert.
+
+    What the table says of m: its row, the expert's end and first tile. An expert's tiles follow one another in groups
+    of about GROUP_M row tiles, all as high as one another, so that those at work together share operands in the L2
+    cache and no group reaches over two experts' weights.
+    """
+    start = row - (m - first) * BLOCK_M
+    num_m = (end - start + BLOCK_M - 1) // BLOCK_M
+    groups = tl.maximum((num_m + GROUP_M // 2) // GROUP_M, 1)
+    most = tl.maximum((num_m + groups - 1) // groups, 1)
+    inner = tile - first * num_n
+    above = inner // (most * num_n) * most
+    height = tl.maximum(tl.minimum(num_m - above, most), 1)
+    inner -= above * num_n
+    return start + (above + inner % height) * BLOCK_M, inner // height
 
 
 @triton.jit

@@ -15,6 +15,8 @@ ROWS = 128
 FORWARD, GATED, INTERLEAVED = "hopper_forward", "hopper_forward_gated", "hopper_forward_interleaved"
 """The product with a weight, which the gradient of x is too: plain, or behind a gate, whose columns may alternate."""
 WEIGHT_GRADIENT, GATE_GRADIENT = "hopper_weight_gradient", "hopper_gate_gradient"
+STEADY = 1536
+"""From so many rows an expert on blocks are kept in step: what they multiply in vain is little then."""
 GROUPS = (4, 8, 16, 32)
 """What is tried for group_m."""
 SLACK = 1024
@@ -33,6 +35,7 @@ class Config:
         num_buffers: buffers of each half that stores go through.
         group_m: row tiles that share a column tile one after another.
         skew: stages by which the first half leads the second.
+        steady: halves of tiles past an expert's end are multiplied too, so that blocks stay in step.
         lag: stages that gathered rows are announced after; 0 lets the copies announce themselves.
     """
 
@@ -43,6 +46,7 @@ class Config:
     num_buffers: int = 2
     group_m: int = 16
     skew: int = 2
+    steady: bool = False
     lag: int = 0
 
 
@@ -59,9 +63,10 @@ VARIANTS = (
 )
 
 
-def heuristic(columns: int) -> Config:
-    """What is chosen without tuning for so many columns of the accumulator."""
-    return WIDE if columns > NARROW.block_n else NARROW
+def heuristic(columns: int, rows: int = 0) -> Config:
+    """What is chosen without tuning for so many columns of the accumulator and so many rows an expert."""
+    found = WIDE if columns > NARROW.block_n else NARROW
+    return replace(found, steady=rows >= STEADY)
 
 
 def stages(config: Config) -> int:
@@ -100,23 +105,29 @@ def legal(config: Config, needed: int, limit: int) -> str | None:
 
 
 def search_space(
-    default: Config, variants: Iterable[Config], skews: Iterable[int] = (), lags: Iterable[int] = ()
+    default: Config,
+    variants: Iterable[Config],
+    skews: Iterable[int] = (),
+    lags: Iterable[int] = (),
+    halves: bool = False,
 ) -> list[Config]:
     """What a tuner may try: the default and its variants in every grouping, and the default with another skew or lag.
 
-    Variants have the default's skew.
+    With ``halves`` also the default kept in step or not. Variants have the default's skew, and keep in step as it does.
     """
     found = [
-        replace(config, group_m=group, skew=min(default.skew, config.num_stages - 1))
+        replace(config, group_m=group, steady=default.steady, skew=min(default.skew, config.num_stages - 1))
         for config in (default, *variants)
         for group in GROUPS
         if config.block_n <= default.block_n
     ]
     found += [replace(default, skew=skew) for skew in skews]
+    found += [replace(default, steady=not default.steady)] if halves else []
     found += [replace(default, lag=lag, skew=min(default.skew, default.num_stages - lag - 1)) for lag in lags]
     return [config for config in dict.fromkeys(found) if config != default]
 
 
 def family(config: Config) -> tuple[int, ...]:
-    """What is likely to decide: all but how tiles follow one another and which half leads."""
-    return tuple(getattr(config, f.name) for f in fields(config) if f.name not in ("group_m", "skew"))
+    """What is likely to decide: all but how tiles follow one another, which half leads and whether blocks keep step."""
+    follows = ("group_m", "skew", "steady")
+    return tuple(getattr(config, f.name) for f in fields(config) if f.name not in follows)

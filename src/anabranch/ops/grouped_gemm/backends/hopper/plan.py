@@ -121,20 +121,23 @@ def of_gemm(
             t_w = weight_tiles(weight, width if split else config.block_n, config.block_k)
         block = [64, config.store_n]
         t_h = None if h is None else ragged(h.columns(0, columns) if split else h, block)
+        rows = [64, config.block_k]
+        t_x = None if gathered else ragged(x, rows)
+        a_layout = layout(rows) if t_x is None else t_x.layout
         launch = Launch(
             device, product.product_kernel, (on.num_sms(device),),
             x.stride[0], 0 if bias is None else bias.stride[0], max_tiles(maps.num_rows, experts, ROWS),
             maps.num_rows, maps.num_slots, columns, k_dim,
-            A_LAYOUT=layout([64, config.block_k]), TOP_K=maps.top_k, EPILOGUE=code.forward, P=parameters(epilogue),
+            A_LAYOUT=a_layout, TOP_K=maps.top_k, EPILOGUE=code.forward, P=parameters(epilogue),
             GATED=gated, INTERLEAVED=interleaved, KEEP_H=h is not None, HAS_BIAS=bias is not None,
             GATHERED=gathered, K_MAJOR=by_k, BN=config.block_n, BK=config.block_k, STAGES=config.num_stages,
-            EPI_N=config.store_n, NBUF=config.num_buffers, GROUP_M=config.group_m, SKEW=skew, LAG=config.lag,
-            WARPS=2 if gathered else 1, CONSUMER_REGISTERS=208 if gathered else 240,
+            EPI_N=config.store_n, NBUF=config.num_buffers, GROUP_M=config.group_m, STEADY=config.steady, SKEW=skew,
+            LAG=config.lag, WARPS=2 if gathered else 1, CONSUMER_REGISTERS=208 if gathered else 240,
             PRODUCER_REGISTERS=88 if gathered else 24, num_warps=4,
         )  # fmt: skip
         return launch.tiled(
             {
-                0: None if gathered else dense(x, [64, config.block_k]),
+                0: t_x,
                 1: t_w,
                 2: ragged(out, block),
                 3: t_h,
@@ -142,7 +145,7 @@ def of_gemm(
             }
         )
 
-    return Plan(key, tiles.heuristic(n), prepare)
+    return Plan(key, tiles.heuristic(n, maps.num_rows // experts), prepare)
 
 
 @lru_cache(REMEMBERED)

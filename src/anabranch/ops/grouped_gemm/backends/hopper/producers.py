@@ -4,7 +4,7 @@ Letters: N output columns (pairs of them behind a gate), K the reduction.
 """
 
 from anabranch._backends.hopper.gluon import async_copy, copy, fence_async_shared, gl, jit, mbarrier, tma_load
-from anabranch._backends.hopper.pipeline import advance, load_rows, locate
+from anabranch._backends.hopper.pipeline import advance, load_rows, locate, look_up, place, reach
 
 
 @jit
@@ -25,28 +25,28 @@ def load_weight(
 def producer(
     a_bufs, b_bufs, full, empty, x_desc, w_desc, tiles, size, N, K,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, K_MAJOR: gl.constexpr, PARTS: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STEADY: gl.constexpr,
 ):  # fmt: skip
     """Loads both operands' tiles through the tensor memory accelerator."""
     WIDTH: gl.constexpr = BN // 2 if GATED else BN
     SPLIT: gl.constexpr = GATED and not INTERLEAVED
     FIRST: gl.constexpr = BN if INTERLEAVED else WIDTH
-    num_m = gl.load(tiles + 3 * size)
     num_n = gl.cdiv(N, WIDTH)
-    total = num_m * num_n
+    total = gl.load(tiles + 4 * size) * num_n
     stage = 0
     phase = 1
     step = gl.num_programs(0)
-    expert, row, end, tile_n = locate(gl.program_id(0), total, num_m, num_n, tiles, size, GROUP_M)
+    expert, row, end, tile_n = locate(gl.program_id(0), total, num_n, tiles, size, GROUP_M)
     for tile in range(gl.program_id(0), total, step):
-        following = locate(tile + step, total, num_m, num_n, tiles, size, GROUP_M)
+        found = look_up(tile + step, total, num_n, tiles, size)
+        both = row + 64 < reach(row, end, STEADY)
         for k in range(0, K, BK):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
-            load_rows(x_desc, row, end, k, bar, a_bufs, stage, BN * BK * 2, BK)
+            load_rows(x_desc, row, end, both, k, bar, a_bufs, stage, BN * BK * 2, BK)
             load_weight(w_desc, expert, tile_n * FIRST, k, N, bar, b_bufs, stage, K_MAJOR, PARTS, SPLIT)
             stage, phase = advance(stage, phase, STAGES)
-        expert, row, end, tile_n = following
+        expert, row, end, tile_n = place(found, num_n, GROUP_M)
 
 
 @jit
@@ -104,7 +104,7 @@ def gathering_producer(
     a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, K_MAJOR: gl.constexpr, PARTS: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, WARPS: gl.constexpr,
-    LAG: gl.constexpr, LIVE: gl.constexpr,
+    STEADY: gl.constexpr, LAG: gl.constexpr, LIVE: gl.constexpr,
 ):  # fmt: skip
     """Copies rows of x from token order, and loads the weight as the other producer does.
 
@@ -115,30 +115,29 @@ def gathering_producer(
     SPLIT: gl.constexpr = GATED and not INTERLEAVED
     FIRST: gl.constexpr = BN if INTERLEAVED else WIDTH
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BK // 8), BK // 8], [WARPS, 1], [1, 0])
-    num_m = gl.load(tiles + 3 * size)
     num_n = gl.cdiv(N, WIDTH)
-    total = num_m * num_n
+    total = gl.load(tiles + 4 * size) * num_n
     o_k = gl.arange(0, BK, layout=gl.SliceLayout(0, LAYOUT))
     stage = 0
     phase = 1
     begun = 0
     step = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, end, tile_n = locate(first, total, num_m, num_n, tiles, size, GROUP_M)
+    expert, row, end, tile_n = locate(first, total, num_n, tiles, size, GROUP_M)
     s0 = slots_of(row_to_slot, row, end, num_slots, LAYOUT, LIVE)
     s1 = slots_of(row_to_slot, row + 64, end, num_slots, LAYOUT, LIVE)
-    following = locate(first + step, total, num_m, num_n, tiles, size, GROUP_M)
+    found = look_up(first + step, total, num_n, tiles, size)
     for tile in range(first, total, step):
         this = expert
         n = tile_n * FIRST
-        both = row + 64 < end
+        both = row + 64 < reach(row, end, STEADY)
         x0 = places(s0, stride_xm, TOP_K, LIVE)
         x1 = places(s1, stride_xm, TOP_K, LIVE)
         # The rows of the next tile, and where the one after it is: nothing here waits for memory.
-        expert, row, end, tile_n = following
+        expert, row, end, tile_n = place(found, num_n, GROUP_M)
         s0 = slots_of(row_to_slot, row, end, num_slots, LAYOUT, LIVE)
         s1 = slots_of(row_to_slot, row + 64, end, num_slots, LAYOUT, LIVE)
-        following = locate(tile + 2 * step, total, num_m, num_n, tiles, size, GROUP_M)
+        found = look_up(tile + 2 * step, total, num_n, tiles, size)
         for k in range(0, K, BK):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)

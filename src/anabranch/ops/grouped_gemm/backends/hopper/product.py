@@ -14,7 +14,19 @@ from anabranch._backends.hopper.gluon import (
     store_wait,
     warpgroup_mma_wait,
 )
-from anabranch._backends.hopper.pipeline import advance, columns, hand_back, locate, multiply, put, ring
+from anabranch._backends.hopper.pipeline import (
+    advance,
+    columns,
+    halves,
+    hand_back,
+    locate,
+    look_up,
+    multiply,
+    place,
+    put,
+    reach,
+    ring,
+)
 from anabranch.ops.grouped_gemm.backends.hopper.producers import gathering_producer, producer
 
 
@@ -128,7 +140,8 @@ def steps(
         if FENCED:
             fence_async_shared()
         b = operand(b_bufs, stage, BN, BK, K_MAJOR, PARTS, STAGES)
-        acc = multiply(acc, k > 0, a_bufs.index(stage * 2 + c), b, empty, stage, STAGES)
+        a = a_bufs.index(stage * 2 + c).reshape([64, BK])
+        acc = multiply(acc, k > 0, a, b, empty, stage, STAGES)
         stage, phase = advance(stage, phase, STAGES)
     return acc, stage, phase
 
@@ -140,14 +153,13 @@ def consumer(
     EPILOGUE: gl.constexpr, P: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, KEEP_H: gl.constexpr,
     HAS_BIAS: gl.constexpr, FENCED: gl.constexpr, K_MAJOR: gl.constexpr, PARTS: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, EPI_N: gl.constexpr, NBUF: gl.constexpr,
-    GROUP_M: gl.constexpr, SKEW: gl.constexpr,
+    GROUP_M: gl.constexpr, STEADY: gl.constexpr, SKEW: gl.constexpr,
 ):  # fmt: skip
     """Multiplies and finishes rows 64 * c to 64 * c + 63 of every tile; skips them where the expert has ended."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     WIDTH: gl.constexpr = BN // 2 if GATED else BN
-    num_m = gl.load(tiles + 3 * size)
     num_n = gl.cdiv(N, WIDTH)
-    total = num_m * num_n
+    total = gl.load(tiles + 4 * size) * num_n
     num_k = gl.cdiv(K, BK)
     stage = 0
     phase = 0
@@ -156,12 +168,13 @@ def consumer(
     acc = gl.zeros([64, BN], gl.float32, LAYOUT)
     first = gl.program_id(0)
     step = gl.num_programs(0)
-    expert, row, end, tile_n = locate(first, total, num_m, num_n, tiles, size, GROUP_M)
+    expert, row, end, tile_n = locate(first, total, num_n, tiles, size, GROUP_M)
     for tile in range(first, total, step):
+        found = look_up(tile + step, total, num_n, tiles, size)
         if SKEW > 0 and c == 1:
             # The second half starts SKEW stages after the first, so that the two do not finish together.
             mbarrier.wait(go, turn)
-        if row + 64 * c < end:
+        if row + 64 * c < reach(row, end, STEADY):
             begun = SKEW if SKEW > 0 and c == 0 else 1
             acc, stage, phase = steps(
                 acc, 0, begun, c, a_bufs, b_bufs, full, empty, stage, phase,
@@ -169,28 +182,29 @@ def consumer(
             )  # fmt: skip
             if SKEW > 0 and c == 0:
                 mbarrier.arrive(go, count=1)
-            # What the next tile is, is asked for while there is a product to wait for anyway.
-            following = locate(tile + step, total, num_m, num_n, tiles, size, GROUP_M)
             acc, stage, phase = steps(
                 acc, begun, num_k, c, a_bufs, b_bufs, full, empty, stage, phase,
                 FENCED, K_MAJOR, PARTS, BN, BK, STAGES,
             )  # fmt: skip
+            # Where the next tile is, is worked out while there is a product to wait for anyway.
+            following = place(found, num_n, GROUP_M)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             hand_back(empty, stage, True, STAGES)
-            slot = finish(
-                acc, c, c_bufs, slot, out_desc, h_desc, up_desc, bias, stride_be, expert, row + 64 * c, end,
-                tile_n * WIDTH, N, EPILOGUE, P, GATED, INTERLEAVED, KEEP_H, HAS_BIAS, EPI_N, NBUF,
-            )  # fmt: skip
+            if row + 64 * c < end:
+                slot = finish(
+                    acc, c, c_bufs, slot, out_desc, h_desc, up_desc, bias, stride_be, expert, row + 64 * c, end,
+                    tile_n * WIDTH, N, EPILOGUE, P, GATED, INTERLEAVED, KEEP_H, HAS_BIAS, EPI_N, NBUF,
+                )  # fmt: skip
         else:
             for _ in range(num_k):
                 mbarrier.wait(full.index(stage), phase)
                 mbarrier.arrive(empty.index(stage), count=1)
                 stage, phase = advance(stage, phase, STAGES)
-            following = locate(tile + step, total, num_m, num_n, tiles, size, GROUP_M)
+            following = place(found, num_n, GROUP_M)
         turn = turn ^ 1
         expert, row, end, tile_n = following
     if KEEP_H and c == 0:
-        zero_rest(h, gl.load(tiles + 3 * size + 1), num_rows, 2 * N if GATED else N)
+        zero_rest(h, gl.load(tiles + 4 * size + 1), num_rows, 2 * N if GATED else N)
     store_wait(pendings=0)
 
 
@@ -201,13 +215,13 @@ def product_kernel(
     EPILOGUE: gl.constexpr, P: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, KEEP_H: gl.constexpr,
     HAS_BIAS: gl.constexpr, GATHERED: gl.constexpr, K_MAJOR: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, EPI_N: gl.constexpr, NBUF: gl.constexpr,
-    GROUP_M: gl.constexpr, SKEW: gl.constexpr, LAG: gl.constexpr, WARPS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    GROUP_M: gl.constexpr, STEADY: gl.constexpr, SKEW: gl.constexpr, LAG: gl.constexpr, WARPS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``out[row] = epilogue(x[row] @ w[expert].T + bias[expert])``; x is a descriptor, or a pointer if GATHERED."""
     PARTS: gl.constexpr = 2 if GATED and not INTERLEAVED and not K_MAJOR else 1
     dtype: gl.constexpr = w_desc.dtype
-    a_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, 64, BK], A_LAYOUT)
+    a_bufs = halves(dtype, A_LAYOUT, GATHERED, STAGES, BK)
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES * PARTS] + w_desc.block_type.shape, w_desc.layout)
     c_bufs = gl.allocate_shared_memory(dtype, [2 * NBUF, 1, 1, 64, EPI_N], out_desc.layout)
     full, empty = ring(STAGES, (2 if LAG > 0 else 32 * WARPS + 1) if GATHERED else 1, 2)
@@ -225,16 +239,16 @@ def product_kernel(
                 (consumer, (
                     0, a_bufs, b_bufs, c_bufs, full, empty, go, out_desc, first_desc, second_desc, h, bias, stride_be,
                     tiles, size, num_rows, N, K, F, P, GATED, INTERLEAVED, KEEP_H, HAS_BIAS,
-                    LAG == 0, K_MAJOR, PARTS, BN, BK, STAGES, EPI_N, NBUF, GROUP_M, SKEW,
+                    LAG == 0, K_MAJOR, PARTS, BN, BK, STAGES, EPI_N, NBUF, GROUP_M, STEADY, SKEW,
                 )),
                 (consumer, (
                     1, a_bufs, b_bufs, c_bufs, full, empty, go, out_desc, first_desc, second_desc, h, bias, stride_be,
                     tiles, size, num_rows, N, K, F, P, GATED, INTERLEAVED, KEEP_H, HAS_BIAS,
-                    LAG == 0, K_MAJOR, PARTS, BN, BK, STAGES, EPI_N, NBUF, GROUP_M, SKEW,
+                    LAG == 0, K_MAJOR, PARTS, BN, BK, STAGES, EPI_N, NBUF, GROUP_M, STEADY, SKEW,
                 )),
                 (gathering_producer, (
                     a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K,
-                    GATED, INTERLEAVED, K_MAJOR, PARTS, BN, BK, STAGES, GROUP_M, WARPS, LAG, False,
+                    GATED, INTERLEAVED, K_MAJOR, PARTS, BN, BK, STAGES, GROUP_M, WARPS, STEADY, LAG, False,
                 )),
             ],
             [4, WARPS],
@@ -246,16 +260,16 @@ def product_kernel(
                 (consumer, (
                     0, a_bufs, b_bufs, c_bufs, full, empty, go, out_desc, first_desc, second_desc, h, bias, stride_be,
                     tiles, size, num_rows, N, K, F, P, GATED, INTERLEAVED, KEEP_H, HAS_BIAS,
-                    False, K_MAJOR, PARTS, BN, BK, STAGES, EPI_N, NBUF, GROUP_M, SKEW,
+                    False, K_MAJOR, PARTS, BN, BK, STAGES, EPI_N, NBUF, GROUP_M, STEADY, SKEW,
                 )),
                 (consumer, (
                     1, a_bufs, b_bufs, c_bufs, full, empty, go, out_desc, first_desc, second_desc, h, bias, stride_be,
                     tiles, size, num_rows, N, K, F, P, GATED, INTERLEAVED, KEEP_H, HAS_BIAS,
-                    False, K_MAJOR, PARTS, BN, BK, STAGES, EPI_N, NBUF, GROUP_M, SKEW,
+                    False, K_MAJOR, PARTS, BN, BK, STAGES, EPI_N, NBUF, GROUP_M, STEADY, SKEW,
                 )),
                 (producer, (
                     a_bufs, b_bufs, full, empty, x, w_desc, tiles, size, N, K,
-                    GATED, INTERLEAVED, K_MAJOR, PARTS, BN, BK, STAGES, GROUP_M,
+                    GATED, INTERLEAVED, K_MAJOR, PARTS, BN, BK, STAGES, GROUP_M, STEADY,
                 )),
             ],
             [4, WARPS],

@@ -34,7 +34,7 @@ class Gemm(tuned.Gemm):
         lags = (2,) if self.x_rows is TOKEN else ()
         # A reduction of few stages has its halves side by side.
         deep = self.weight.shape[2] > default.block_k * (default.num_stages - 1)
-        space = tiles.search_space(default, tiles.VARIANTS, (0, 1) if deep else (), lags)
+        space = tiles.search_space(default, tiles.VARIANTS, (0, 1) if deep else (), lags, halves=True)
         return [config for config in space if self.refusal(config) is None]
 
     def family(self, config: Config) -> tuple[int, ...]:

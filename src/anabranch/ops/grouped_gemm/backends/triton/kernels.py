@@ -149,7 +149,7 @@ def forward_kernel(
     Behind a gate BLOCK_N counts columns of the accumulator, gate and up together.
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    num_m = tl.load(tiles + 3 * size)
+    num_m = tl.load(tiles + 4 * size)
     num_n = tl.cdiv(N, WIDTH)
     columns = 2 * N if GATED else N
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):

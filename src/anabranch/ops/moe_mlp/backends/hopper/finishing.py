@@ -6,7 +6,7 @@ Letters: N columns of the activation.
 """
 
 from anabranch._backends.hopper.gluon import gl, jit, mbarrier, reinterpret, tma_load
-from anabranch._backends.hopper.pipeline import advance, locate
+from anabranch._backends.hopper.pipeline import advance, locate, look_up, place
 
 
 @jit
@@ -15,14 +15,13 @@ def h_loader(
     BN: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PIECE_M: gl.constexpr,
 ):  # fmt: skip
     """Loads the pre-activation of PIECE_M rows at a time, in the order in which the finishing warps take it."""
-    num_m = gl.load(tiles + 3 * size)
     num_n = gl.cdiv(N, BN)
-    total = num_m * num_n
+    total = gl.load(tiles + 4 * size) * num_n
     stage = 0
     phase = 1
-    _, row, end, tile_n = locate(gl.program_id(0), total, num_m, num_n, tiles, size, GROUP_M)
+    _, row, end, tile_n = locate(gl.program_id(0), total, num_n, tiles, size, GROUP_M)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        following = locate(tile + gl.num_programs(0), total, num_m, num_n, tiles, size, GROUP_M)
+        found = look_up(tile + gl.num_programs(0), total, num_n, tiles, size)
         n = tile_n * BN
         for i in range(128 // PIECE_M):
             begin = row + i * PIECE_M
@@ -38,7 +37,7 @@ def h_loader(
                     if GATED:
                         tma_load(h_desc, [begin, N + n], bar, h_bufs.index(stage * PARTS + 1))
                 stage, phase = advance(stage, phase, STAGES)
-        _, row, end, tile_n = following
+        _, row, end, tile_n = place(found, num_n, GROUP_M)
 
 
 @jit
@@ -167,9 +166,8 @@ def finisher(
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0])
     ACROSS: gl.constexpr = BN // 64
     DOWN: gl.constexpr = 64 // PIECE_M
-    num_m = gl.load(tiles + 3 * size)
     num_n = gl.cdiv(N, BN)
-    total = num_m * num_n
+    total = gl.load(tiles + 4 * size) * num_n
     o_m = gl.arange(0, PIECE_M, layout=gl.SliceLayout(1, LAYOUT))
     at = (
         o_m,
@@ -188,9 +186,9 @@ def finisher(
     stage = 0
     phase = 0
     turns = 0
-    _, row, end, tile_n = locate(gl.program_id(0), total, num_m, num_n, tiles, size, GROUP_M)
+    _, row, end, tile_n = locate(gl.program_id(0), total, num_n, tiles, size, GROUP_M)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        following = locate(tile + gl.num_programs(0), total, num_m, num_n, tiles, size, GROUP_M)
+        found = look_up(tile + gl.num_programs(0), total, num_n, tiles, size)
         first_n = tile_n * BN
         for c in range(2):
             first = row + 64 * c
@@ -244,4 +242,4 @@ def finisher(
                     slots_next = slots_after
                     factor = factor_next
                 mbarrier.arrive(free.index(c), count=1)
-        _, row, end, tile_n = following
+        _, row, end, tile_n = place(found, num_n, GROUP_M)

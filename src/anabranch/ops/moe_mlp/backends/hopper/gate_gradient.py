@@ -14,7 +14,17 @@ from anabranch._backends.hopper.gluon import (
     mbarrier,
     warpgroup_mma_wait,
 )
-from anabranch._backends.hopper.pipeline import advance, columns, hand_back, locate, ring
+from anabranch._backends.hopper.pipeline import (
+    advance,
+    columns,
+    halves,
+    hand_back,
+    locate,
+    look_up,
+    place,
+    reach,
+    ring,
+)
 from anabranch.ops.grouped_gemm.backends.hopper.producers import gathering_producer, producer
 from anabranch.ops.grouped_gemm.backends.hopper.product import steps
 from anabranch.ops.moe_mlp.backends.hopper.finishing import finisher, h_loader
@@ -24,28 +34,28 @@ from anabranch.ops.moe_mlp.backends.hopper.finishing import finisher, h_loader
 def consumer(
     c: gl.constexpr, a_bufs, b_bufs, d_bufs, full, empty, ready, free, go, tiles, size, N, K,
     K_MAJOR: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-    SKEW: gl.constexpr, FENCED: gl.constexpr,
+    STEADY: gl.constexpr, SKEW: gl.constexpr, FENCED: gl.constexpr,
 ):  # fmt: skip
     """Multiplies rows 64 * c to 64 * c + 63 of every tile and leaves them for the finishing warps.
 
     The first half leads by SKEW stages, so that one half multiplies while the other is left.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
-    num_m = gl.load(tiles + 3 * size)
     num_n = gl.cdiv(N, BN)
-    total = num_m * num_n
+    total = gl.load(tiles + 4 * size) * num_n
     num_k = gl.cdiv(K, BK)
     stage = 0
     phase = 0
     turn = 1
     passed = 0
     acc = gl.zeros([64, BN], gl.float32, LAYOUT)
-    _, row, end, _ = locate(gl.program_id(0), total, num_m, num_n, tiles, size, GROUP_M)
+    _, row, end, _ = locate(gl.program_id(0), total, num_n, tiles, size, GROUP_M)
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        found = look_up(tile + gl.num_programs(0), total, num_n, tiles, size)
         if SKEW > 0 and c == 1:
             mbarrier.wait(go, passed)
         passed = passed ^ 1
-        if row + 64 * c < end:
+        if row + 64 * c < reach(row, end, STEADY):
             if SKEW > 0 and c == 0:
                 begun = gl.minimum(num_k, SKEW)
             else:
@@ -55,25 +65,26 @@ def consumer(
             )  # fmt: skip
             if SKEW > 0 and c == 0:
                 mbarrier.arrive(go, count=1)
-            following = locate(tile + gl.num_programs(0), total, num_m, num_n, tiles, size, GROUP_M)
             acc, stage, phase = steps(
                 acc, begun, num_k, c, a_bufs, b_bufs, full, empty, stage, phase, FENCED, K_MAJOR, 1, BN, BK, STAGES
             )  # fmt: skip
+            following = place(found, num_n, GROUP_M)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             hand_back(empty, stage, num_k > 0, STAGES)
-            mbarrier.wait(free.index(c), turn)
-            ACROSS: gl.constexpr = BN // 64
-            parts = columns(acc, ACROSS)
-            for i in gl.static_range(ACROSS):
-                d_bufs.index(c * ACROSS + i).store(parts[i].to(d_bufs.dtype))
-            mbarrier.arrive(ready.index(c), count=1)
-            turn = turn ^ 1
+            if row + 64 * c < end:
+                mbarrier.wait(free.index(c), turn)
+                ACROSS: gl.constexpr = BN // 64
+                parts = columns(acc, ACROSS)
+                for i in gl.static_range(ACROSS):
+                    d_bufs.index(c * ACROSS + i).store(parts[i].to(d_bufs.dtype))
+                mbarrier.arrive(ready.index(c), count=1)
+                turn = turn ^ 1
         else:
             for _ in range(num_k):
                 mbarrier.wait(full.index(stage), phase)
                 mbarrier.arrive(empty.index(stage), count=1)
                 stage, phase = advance(stage, phase, STAGES)
-            following = locate(tile + gl.num_programs(0), total, num_m, num_n, tiles, size, GROUP_M)
+            following = place(found, num_n, GROUP_M)
         _, row, end, _ = following
 
 
@@ -81,18 +92,18 @@ def consumer(
 def loader(
     a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K: gl.constexpr,
     GATHERED: gl.constexpr, K_MAJOR: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr, WARPS: gl.constexpr,
+    GROUP_M: gl.constexpr, STEADY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Loads both operands' tiles; a gathered row without a slot is zeros."""
     if GATHERED:
         gathering_producer(
             a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K,
-            False, False, K_MAJOR, 1, BN, BK, STAGES, GROUP_M, WARPS, 0, True,
+            False, False, K_MAJOR, 1, BN, BK, STAGES, GROUP_M, WARPS, STEADY, 0, True,
         )  # fmt: skip
     else:
         producer(
             a_bufs, b_bufs, full, empty, x, w_desc, tiles, size, N, K,
-            False, False, K_MAJOR, 1, BN, BK, STAGES, GROUP_M,
+            False, False, K_MAJOR, 1, BN, BK, STAGES, GROUP_M, STEADY,
         )  # fmt: skip
 
 
@@ -103,8 +114,8 @@ def gate_gradient_kernel(
     EPILOGUE: gl.constexpr, P: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, WEIGHTED: gl.constexpr,
     NEED_H: gl.constexpr, NEED_A: gl.constexpr, NEED_DOT: gl.constexpr, TOP_K: gl.constexpr,
     GATHERED: gl.constexpr, K_MAJOR: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, SKEW: gl.constexpr,
-    WARPS: gl.constexpr, PIECE_M: gl.constexpr, H_STAGES: gl.constexpr, FINISHERS: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STEADY: gl.constexpr,
+    SKEW: gl.constexpr, WARPS: gl.constexpr, PIECE_M: gl.constexpr, H_STAGES: gl.constexpr, FINISHERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, FINISHER_REGISTERS: gl.constexpr, WHOLE_N: gl.constexpr,
 ):  # fmt: skip
     """With d = x[row] @ w[expert].T: ``d_h = epilogue'(h) * weight * d``, ``a_out = weight * epilogue(h)`` and, by
@@ -113,7 +124,7 @@ def gate_gradient_kernel(
     x is a descriptor, or a pointer if GATHERED; h is a descriptor, or a pointer if H_STAGES is 0.
     """
     dtype: gl.constexpr = w_desc.dtype
-    a_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, 64, BK], A_LAYOUT)
+    a_bufs = halves(dtype, A_LAYOUT, GATHERED, STAGES, BK)
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     whole: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     d_bufs = gl.allocate_shared_memory(dtype, [2 * (BN // 64), 64, 64], whole)
@@ -137,11 +148,11 @@ def gate_gradient_kernel(
             [
                 (consumer, (
                     0, a_bufs, b_bufs, d_bufs, full, empty, ready, free, go, tiles, size, N, K,
-                    K_MAJOR, BN, BK, STAGES, GROUP_M, SKEW, GATHERED,
+                    K_MAJOR, BN, BK, STAGES, GROUP_M, STEADY, SKEW, GATHERED,
                 )),
                 (consumer, (
                     1, a_bufs, b_bufs, d_bufs, full, empty, ready, free, go, tiles, size, N, K,
-                    K_MAJOR, BN, BK, STAGES, GROUP_M, SKEW, GATHERED,
+                    K_MAJOR, BN, BK, STAGES, GROUP_M, STEADY, SKEW, GATHERED,
                 )),
                 (finisher, (
                     d_bufs, ready, free, weights, h_bufs, h_full, h_empty, stride_hm, weights, stride_wt, stride_wk,
@@ -154,7 +165,7 @@ def gate_gradient_kernel(
                 )),
                 (loader, (
                     a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K,
-                    TOP_K, GATHERED, K_MAJOR, BN, BK, STAGES, GROUP_M, WARPS,
+                    TOP_K, GATHERED, K_MAJOR, BN, BK, STAGES, GROUP_M, STEADY, WARPS,
                 )),
             ],
             [4, FINISHERS, 1, WARPS],
@@ -165,11 +176,11 @@ def gate_gradient_kernel(
             [
                 (consumer, (
                     0, a_bufs, b_bufs, d_bufs, full, empty, ready, free, go, tiles, size, N, K,
-                    K_MAJOR, BN, BK, STAGES, GROUP_M, SKEW, GATHERED,
+                    K_MAJOR, BN, BK, STAGES, GROUP_M, STEADY, SKEW, GATHERED,
                 )),
                 (consumer, (
                     1, a_bufs, b_bufs, d_bufs, full, empty, ready, free, go, tiles, size, N, K,
-                    K_MAJOR, BN, BK, STAGES, GROUP_M, SKEW, GATHERED,
+                    K_MAJOR, BN, BK, STAGES, GROUP_M, STEADY, SKEW, GATHERED,
                 )),
                 (finisher, (
                     d_bufs, ready, free, h, h_bufs, h_full, h_empty, stride_hm, weights, stride_wt, stride_wk,
@@ -178,7 +189,7 @@ def gate_gradient_kernel(
                 )),
                 (loader, (
                     a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K,
-                    TOP_K, GATHERED, K_MAJOR, BN, BK, STAGES, GROUP_M, WARPS,
+                    TOP_K, GATHERED, K_MAJOR, BN, BK, STAGES, GROUP_M, STEADY, WARPS,
                 )),
             ],
             [4, FINISHERS, WARPS],

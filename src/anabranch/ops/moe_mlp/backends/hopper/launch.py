@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from anabranch._backends.hopper.descriptors import dense, layout
+from anabranch._backends.hopper.descriptors import dense, layout, ragged
 from anabranch._backends.hopper.serves import k_major, size_refusal, weight_refusal
 from anabranch._backends.triton import device as on
 from anabranch._backends.triton import operand
@@ -115,19 +115,22 @@ def _plan(
         skew = config.skew if triton.cdiv(depth, config.block_k) >= config.num_stages else 0
         whole = columns % config.block_n == 0
         h_stages = 0 if depth >= DEEP and whole and not interleaved else H_STAGES
+        rows = [64, config.block_k]
+        t_x = None if gathered else ragged(d_rows, rows)
+        a_layout = layout(rows) if t_x is None else t_x.layout
         launch = Launch(
             device, gate_gradient.gate_gradient_kernel, (on.num_sms(device),),
             d_rows.stride[0], h.stride[0], *((0, 0) if scale is None else scale.stride), maps.num_slots,
-            max_tiles(maps.num_rows, experts, ROWS), columns, depth, A_LAYOUT=layout([64, config.block_k]),
+            max_tiles(maps.num_rows, experts, ROWS), columns, depth, A_LAYOUT=a_layout,
             EPILOGUE=code.backward, P=parameters(epilogue), GATED=gated, INTERLEAVED=interleaved,
             WEIGHTED=scale is not None, NEED_H=need_h, NEED_A=need_a, NEED_DOT=need_dot, TOP_K=maps.top_k,
             GATHERED=gathered, K_MAJOR=by_k, BN=config.block_n, BK=config.block_k, STAGES=config.num_stages,
-            GROUP_M=config.group_m, SKEW=skew, WARPS=2 if gathered and not h_stages else 1, PIECE_M=PIECE,
-            H_STAGES=h_stages, FINISHERS=2, CONSUMER_REGISTERS=160, FINISHER_REGISTERS=184, WHOLE_N=whole, num_warps=4,
+            GROUP_M=config.group_m, STEADY=config.steady, SKEW=skew,
+            WARPS=2 if gathered and not h_stages else 1, PIECE_M=PIECE, H_STAGES=h_stages, FINISHERS=2,
+            CONSUMER_REGISTERS=160, FINISHER_REGISTERS=184, WHOLE_N=whole, num_warps=4,
         )  # fmt: skip
         t_w = weight_tiles(weight, config.block_n, config.block_k)
-        t_x = None if gathered else dense(d_rows, [64, config.block_k])
         launch.tiled({0: t_x, 1: t_w, 2: dense(h, [PIECE, config.block_n]) if h_stages else None})
         return launch, triton.cdiv(columns, config.block_n)
 
-    return Plan(key, tuned.heuristic(columns), prepare)
+    return Plan(key, tuned.heuristic(columns, maps.num_rows // experts), prepare)

@@ -24,16 +24,18 @@ from anabranch.tuning import Sample
 PIECE, H_STAGES = 8, 2
 """Rows that are finished at once: as many as a block of shared memory has, whose addresses are swizzled; and how many
 such pieces of the pre-activation are on their way or in use."""
-FULL = replace(WIDE, num_stages=3, skew=1)
+FULL = replace(WIDE, num_stages=3, skew=1, group_m=8)
 FEW = replace(NARROW, num_stages=5, skew=0)
 """For few columns. Beside the stages, shared memory holds a tile and the pieces."""
+STEADY = 512
+"""From so many rows an expert on blocks are kept in step: sooner than in a product, whose halves are soon finished."""
 TOKENS = 1024
 """Of whose routing weights the gradients are compared with the truth."""
 
 
-def heuristic(columns: int) -> Config:
-    """What is chosen without tuning for so many columns of the activation."""
-    return FULL if columns > FEW.block_n else FEW
+def heuristic(columns: int, rows: int) -> Config:
+    """What is chosen without tuning for so many columns of the activation and so many rows an expert."""
+    return replace(FULL if columns > FEW.block_n else FEW, steady=rows >= STEADY)
 
 
 def shared_memory(config: Config, parts: int) -> int:
@@ -69,7 +71,7 @@ class GateGradient(tuned.Product):
         return tiles.legal(config, needed, on.shared_memory_limit(self.device))
 
     def candidates(self, default: Config) -> Sequence[Config]:
-        space = tiles.search_space(default, (FEW, replace(FEW, num_stages=4)), (0, 1, 2))
+        space = tiles.search_space(default, (FEW, replace(FEW, num_stages=4)), (0, 1, 2), halves=True)
         return [config for config in space if self.refusal(config) is None]
 
     def family(self, config: Config) -> tuple[int, ...]:
