@@ -21,7 +21,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 # Interpreted on the CPU, which is set before Triton is imported: a run of its own.
 INTERPRETED := $(wildcard tests/ops/*/test_triton.py tests/ops/*/test_tuned.py) \
-  tests/ops/grouped_gemm/test_gradients_alone.py tests/unit/test_epilogues_device.py tests/unit/test_remembered.py
+  tests/ops/grouped_gemm/test_gradients_alone.py tests/ops/grouped_gemm/test_schedule.py \
+  tests/unit/test_epilogues_device.py tests/unit/test_remembered.py
 # The kernels in Gluon, which moves between releases of Triton; and the newest one, which stands before the pinned one.
 GLUON := $(wildcard tests/aot/test_hopper*.py)
 NEWEST := $(abspath $(VENV))/newest

@@ -51,9 +51,9 @@ class ExpertLayout:
             ArgumentError: a wrong rank or value, or more than 2**31 - 1 slots.
             ArgumentTypeError: a wrong type or dtype.
         """
-        from anabranch.ops.route import api
+        from anabranch.ops.route.api import layout_from_topk
 
-        return api.layout_from_topk(expert_ids, num_experts)
+        return layout_from_topk(expert_ids, num_experts)
 
     @classmethod
     def from_counts(cls, counts: Tensor, num_rows: int) -> ExpertLayout:
@@ -67,9 +67,9 @@ class ExpertLayout:
             ArgumentError: a wrong rank or value, or more than 2**31 - 1 rows.
             ArgumentTypeError: a wrong type or dtype.
         """
-        from anabranch.ops.route import api
+        from anabranch.ops.route.api import layout_from_counts
 
-        return api.layout_from_counts(counts, num_rows)
+        return layout_from_counts(counts, num_rows)
 
     @classmethod
     def from_sorted(cls, counts: Tensor, row_to_slot: Tensor, top_k: int) -> ExpertLayout:
@@ -85,9 +85,9 @@ class ExpertLayout:
             ArgumentError: a wrong rank, shape, device or value, or more than 2**31 - 1 rows.
             ArgumentTypeError: a wrong type or dtype.
         """
-        from anabranch.ops.route import api
+        from anabranch.ops.route.api import layout_from_sorted
 
-        return api.layout_from_sorted(counts, row_to_slot, top_k)
+        return layout_from_sorted(counts, row_to_slot, top_k)
 
     @classmethod
     def from_slot_to_row(cls, slot_to_row: Tensor, num_rows: int) -> ExpertLayout:
@@ -102,9 +102,9 @@ class ExpertLayout:
             ArgumentError: a wrong rank or value, or more than 2**31 - 1 rows or slots.
             ArgumentTypeError: a wrong type or dtype.
         """
-        from anabranch.ops.route import api
+        from anabranch.ops.route.api import layout_from_slot_to_row
 
-        return api.layout_from_slot_to_row(slot_to_row, num_rows)
+        return layout_from_slot_to_row(slot_to_row, num_rows)
 
     @property
     def num_tokens(self) -> int:

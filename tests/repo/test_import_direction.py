@@ -37,6 +37,7 @@ KINDS = (
     ),
     (r"ops\.[a-z_]+\.backends\..*", "backend"),
     (r"ops\.positions\.builders", "reference"),  # its one implementation, which no dispatch chooses
+    (r"ops\.grouped_gemm\.routed", "autograd"),  # a second operator, which routes too
     (r"ops\.[a-z_]+\.(reference|config|cases|call|autograd|api)\.?", None),
     (r"(ops\.([a-z_]+\.)?)?", "api"),  # the package, ops and an op's folder re-export the api
     (r"ops\.([a-z_]+\.)?[a-z_]+", "helper"),  # what several files of one op, or several ops, share

@@ -1,12 +1,12 @@
 """What the eager backends share: products of any strides by whichever library, blocks, and the sum over choices."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
 
 from anabranch import ExpertLayout, grouped_gemm, moe_mlp
-from anabranch._backends.eager import product, walk
+from anabranch._backends.eager import cuts, product, walk
 from anabranch._backends.eager.epilogue import activate
 from anabranch.epilogues import Epilogue, Gated, from_spec
 from anabranch.testing import assert_component_wise, assert_same, randn, routing, strided
@@ -116,7 +116,7 @@ def test_activate_leaves_its_operands_alone(spec, interleaved):
 
 def test_a_walk_leaves_out_rows_without_a_slot():
     counts, row_to_slot = torch.tensor([0, 3, 0, 2]), torch.tensor([4, -1, 0, 9, 2, 5])
-    path = walk.Walk.of(ExpertLayout.from_sorted(counts, row_to_slot, 2), walk.BLOCK)
+    path = walk.Walk.of(ExpertLayout.from_sorted(counts, row_to_slot, 2), cuts.BLOCK)
     assert [(b.start, b.stop, b.experts) for b in path.blocks] == [(0, 2, [(1, 0, 2)]), (2, 3, [(3, 0, 1)])]
     assert path.idle == [0, 2]
     assert path.rows is not None
@@ -126,62 +126,142 @@ def test_a_walk_leaves_out_rows_without_a_slot():
     assert path.slot_to_place.tolist() == [[1, 3], [2, 3], [0, 3]]
 
 
+ROWS, PRICE = 300, 95
+
+
+@pytest.fixture(params=[True, False], ids=["searched", "longest"])
+def searched(request, monkeypatch):
+    """Whether even blocks are cut where it is cheapest, or each is as long as its fillers allow."""
+    monkeypatch.setattr(cuts, "STEPS", 2**20 if request.param else 0)
+    return request.param
+
+
+def even_walk(layout, rows=ROWS):
+    return walk.Walk.of(layout, cuts.BLOCK // rows, PRICE)
+
+
 def check_even(path, layout):
     """Every row has one place with its slot, and each filler repeats a row of its expert."""
     offsets, places = layout.offsets.tolist(), path.places_of_rows.tolist()
     assert len(places) == offsets[-1]
     assert path.slots[path.places_of_rows].tolist() == layout.row_to_slot[: offsets[-1]].tolist()
+    assert path.tokens.tolist() == (path.slots // layout.top_k).tolist()
     assert path.rows[path.places_of_rows].tolist() == list(range(offsets[-1]))
     assert sorted(set(range(path.places)) - set(places)) == path.fillers.nonzero()[:, 0].tolist()
     kept = layout.slot_to_row >= 0
     assert torch.equal(path.slot_to_place[kept], path.places_of_rows[layout.slot_to_row[kept].long()])
     assert bool((path.slot_to_place[~kept] == path.places).all())
-    seen = []
+    seen, place = [], 0
     for block in path.blocks:
         first, last = block.experts[0][0], block.experts[-1][0]
         assert (block.rows.start, block.rows.stop) == (offsets[first], offsets[last + 1])
+        assert block.start == place
         assert len(set(block.sizes)) == 1
-        count, experts = block.rows.stop - block.rows.start, len(block.experts)
-        assert block.size - count <= walk.FILLERS * count + walk.SPARE * experts
-        assert block.size - count <= walk.WORTH * experts
+        place = block.stop
         for expert, i, j in block.experts:
             rows = path.rows[block.start + i : block.start + j].tolist()
             assert sorted(set(rows)) == list(range(offsets[expert], offsets[expert + 1]))
             seen.append(expert)
+    assert place == path.places
     assert seen == [e for e in range(layout.num_experts) if offsets[e] < offsets[e + 1]]
+
+
+def check_sizes(path, rows, searched):
+    """No block is larger, and no more fillers are in it, than the rule says that cut it."""
+    for block in path.blocks:
+        count, experts = block.rows.stop - block.rows.start, len(block.experts)
+        if searched:
+            assert block.size - count <= PRICE * (experts - 1)
+            assert experts == 1 or block.size <= cuts.LARGEST * rows
+        else:
+            assert block.size - count <= cuts.FILLERS * count + cuts.SPARE * experts
+            assert block.size - count <= cuts.WORTH * experts
+            assert count - block.sizes[0] < cuts.EVEN * rows
 
 
 @pytest.mark.parametrize("dropped", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["even", "random", "every_other", "empty_last", "duplicates"])
-def test_even_blocks(kind, dropped):
-    layout = ExpertLayout.from_topk(routing(300, 8, 3, kind, dropped=dropped), 8)
-    path = walk.Walk.of(layout, walk.BLOCK // 300, even=True)
+@pytest.mark.parametrize("top_k", [3, 4])
+def test_even_blocks(top_k, kind, dropped, searched):
+    layout = ExpertLayout.from_topk(routing(300, 8, top_k, kind, dropped=dropped), 8)
+    path = even_walk(layout)
     assert path.fillers is not None
     assert path.idle == (layout.counts == 0).nonzero()[:, 0].tolist()
     check_even(path, layout)
+    check_sizes(path, ROWS, searched)
 
 
 @pytest.mark.parametrize("heights", [(400, 500), (400, 490)])
-def test_tall_experts_share_a_block_if_few_rows_are_missing(heights):
+def test_tall_experts_share_a_block_if_few_rows_are_missing(heights, searched):
     """A fifth of a tall expert's rows would cost more than a product of its own."""
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor([*heights, *heights]))[:, None]
     layout = ExpertLayout.from_topk(ids, 4)
-    path = walk.Walk.of(layout, walk.BLOCK // 400, even=True)
-    apart = heights[1] - heights[0] > 2 * walk.WORTH
+    path = even_walk(layout, 400)
+    apart = heights[1] - heights[0] > (PRICE if searched else 2 * cuts.WORTH)
     check_even(path, layout)
     assert {len(block.experts) for block in path.blocks} == ({1} if apart else {2})
 
 
+@pytest.mark.usefixtures("searched")
 def test_uneven_counts_have_no_even_blocks():
     ids = torch.repeat_interleave(torch.arange(12), 2 ** torch.arange(12))[:, None]
-    assert walk.Walk.of(ExpertLayout.from_topk(ids, 12), 1, even=True).fillers is None
-    assert walk.Walk.of(ExpertLayout.from_topk(torch.full((3, 2), -1), 4), 1, even=True).fillers is None
+    assert walk.Walk.of(ExpertLayout.from_topk(ids, 12), 1, 1).fillers is None
+    assert walk.Walk.of(ExpertLayout.from_topk(torch.full((3, 2), -1), 4), 1, 1).fillers is None
+
+
+def cost(counts, ends):
+    """Places, and PRICE for each block; None if there may be no such blocks."""
+    total, first = 0, 0
+    for last in ends:
+        block = counts[first:last]
+        places = max(block) * len(block)
+        if len(block) > 1 and (0 in block or places > ROWS):
+            return None
+        total += places + PRICE * (places > 0)
+        first = last
+    return total
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_cheapest_cut(seed):
+    """None of all the ways to cut costs less."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(-20, [60, 120, 180][seed % 3], (9,), generator=generator).clamp_(min=0).tolist()
+    inner = range(1, len(counts))
+    every = [(*cut, len(counts)) for n in range(len(counts)) for cut in combinations(inner, n)]
+    costs = [found for ends in every if (found := cost(counts, ends)) is not None]
+    assert cost(counts, cuts._cheapest(counts, ROWS, PRICE)) == min(costs)
+    assert min(costs) < max(costs)
+
+
+def test_the_search_is_for_few_experts(monkeypatch):
+    """It takes the square of how many share a block; where these are many, or have few rows, it is left out."""
+    found = []
+    monkeypatch.setattr(cuts, "_cheapest", lambda counts, *_: found.append(len(counts)) or [len(counts)])
+    for experts in (8, 22, 23, 32, 64):
+        for rows in (4, 128):
+            offsets = [rows * e for e in range(experts + 1)]
+            cuts.even_blocks(offsets, 512, PRICE, 2)
+    assert found == [8, 8, 22, 22, 23, 32]
+
+
+def test_too_many_blocks_are_not_all_cut():
+    assert len(cuts._longest([1, 1000] * 50, 10, 3)) == 4
+    assert len(cuts._longest([1, 0, 0] * 50, 10, 3)) == 10
+
+
+def test_a_block_costs_more_rows_where_they_are_short():
+    sizes = [2**n for n in range(32)]
+    prices = [cuts.price(size) for size in sizes]
+    assert prices == sorted(prices, reverse=True)
+    assert (prices[0], prices[-1]) == (cuts.DEAREST, cuts.PACKING)
+    assert prices[0] > prices[18] > prices[-1]
 
 
 def test_fillers_leave_no_trace():
     """NaN in an expert's last row, which fillers repeat, stays in that row and that expert's gradients."""
     ids = torch.tensor([[0]] * 9 + [[1]] * 8 + [[2]] * 9)
-    assert walk.Walk.of(ExpertLayout.from_topk(ids, 3), 8, even=True).fillers is not None
+    assert walk.Walk.of(ExpertLayout.from_topk(ids, 3), 8, PRICE).fillers is not None
     bf16 = {"dtype": torch.bfloat16}
     x, gate_up, down = randn(26, 6, **bf16), randn(3, 8, 6, **bf16), randn(3, 6, 4, **bf16)
     weights = torch.rand(26, 1)
@@ -228,8 +308,9 @@ def test_blocks_do_not_show(dtype, monkeypatch):
     shapes = ((40, 16), (8, 24, 16), (8, 16, 12), (40, 2), (8, 24), (8, 16))
     x, up, down, w, up_bias, down_bias = (randn(*s, dtype=dtype).requires_grad_() for s in shapes)
     results = []
-    for size in (walk.BLOCK, 1, 200):
-        monkeypatch.setattr(walk, "BLOCK", size)
+    for size, steps in ((cuts.BLOCK, cuts.STEPS), (1, cuts.STEPS), (200, cuts.STEPS), (200, 0)):
+        monkeypatch.setattr(cuts, "BLOCK", size)
+        monkeypatch.setattr(cuts, "STEPS", steps)
         out = moe_mlp(x, up, down, ids, w, gate_up_bias=up_bias, down_bias=down_bias)
         results.append((out, *torch.autograd.grad(out.sum(), (x, up, down, w, up_bias, down_bias))))
     for result in results[1:]:

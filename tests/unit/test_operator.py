@@ -197,3 +197,123 @@ print(rows.tolist(), grad.tolist())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[[2.0], [1.0]] [[0.0], [1.0]]\n"
+
+
+def define_counted(gradient=True):
+    """``2 * x``, called directly, and a list of the tensors that its kernel got."""
+    seen = []
+
+    def save(ctx, args, results):
+        ctx.save_for_backward(*args)
+
+    scaled = operator.define(
+        "counted",
+        "(Tensor x) -> Tensor",
+        lambda x: seen.append(x) or 2 * x,
+        fake=torch.empty_like,
+        save=save,
+        differentiate=(lambda ctx, grad: [2 * grad.expand_as(*ctx.saved_tensors)]) if gradient else None,
+    )
+    return operator.direct(scaled), scaled, seen
+
+
+@pytest.fixture
+def through(monkeypatch):
+    """How often the dispatcher was asked by a direct call."""
+    from torch._ops import OpOverload
+
+    found, original = [], OpOverload.__call__
+    monkeypatch.setattr(
+        OpOverload, "__call__", lambda self, /, *args, **kw: found.append(self) or original(self, *args, **kw)
+    )
+    return found
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_plain_calls_go_past_the_dispatcher(gradient, through):
+    call, scaled, seen = define_counted(gradient)
+    x = torch.tensor([1.0, 2.0])
+    assert call(x).tolist() == [2, 4]
+    assert call(torch.nn.Parameter(x, requires_grad=False)).tolist() == [2, 4]
+    assert through.count(scaled) == 0
+    assert len(seen) == 2
+
+
+def test_a_direct_call_has_the_gradient_of_the_operator(through):
+    call, scaled, _ = define_counted()
+    x = torch.ones(2, requires_grad=True)
+    y = call(x)
+    assert type(y.grad_fn) is type(scaled(x).grad_fn)
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2, 2]
+    with torch.no_grad():
+        assert call(x).grad_fn is None
+    y = call(x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert through.count(scaled) == 1
+
+
+class Sub(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Functions(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        Functions,
+        Operators,
+        FakeTensorMode,
+        torch.inference_mode,
+        torch.autograd.profiler.profile,
+        lambda: torch._C._AutoDispatchBelowAutograd(),
+    ],
+    ids=["functions", "operators", "fake", "inference", "profiler", "below autograd"],
+)
+def test_whoever_sees_calls_sees_direct_ones(inside, through):
+    call, scaled, _ = define_counted()
+    with inside():
+        call(torch.ones(2))
+    assert scaled in through
+
+
+def test_tensors_that_are_more_than_their_memory_are_dispatched(through):
+    call, scaled, seen = define_counted()
+    negative = torch.ones(2, dtype=torch.complex64).mul(1j).conj().imag
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    special = [negative, torch.ones(2).as_subclass(Sub), inference, torch.ones(2, device="meta")]
+    for value in special:
+        call(value)
+    assert through.count(scaled) >= len(special)
+    assert call(negative).tolist() == [-2, -2]
+    assert not seen[0].is_neg()
+    assert torch.func.vmap(call)(torch.ones(3, 2)).tolist() == [[2, 2]] * 3
+
+
+def test_a_direct_call_is_traced_as_the_operator():
+    call, scaled, _ = define_counted()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append({node.target for node in graph.graph.nodes})
+        return graph
+
+    x = torch.ones(2)
+    assert torch.compile(call, backend=backend, fullgraph=True)(x).tolist() == [2, 2]
+    traced = torch.fx.experimental.proxy_tensor.make_fx(call)(x)
+    assert scaled in graphs[0]
+    assert scaled in {node.target for node in traced.graph.nodes}

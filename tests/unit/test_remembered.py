@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from anabranch import ExpertLayout, grouped_gemm, moe_mlp, multi_gemm, permute, rope, topk_router, unpermute
+from anabranch.ops.grouped_gemm import routed
 from anabranch.testing import assert_same, randn, routing
 
 pytestmark = [
@@ -44,6 +45,14 @@ def scattering(seed, backend):
     return with_gradients(
         grouped_gemm(x, weight, layout, scatter=True, scale=scale, backend=backend), x, scale
     )
+
+
+def sorting_within(seed, backend):
+    layout = ExpertLayout.from_topk(ids_of(seed), E)
+    x, weight, scale = leaf(T * K, H), leaf(E, H, H), leaf(T, K)
+    layout_of = layout.counts, layout.row_to_slot, K
+    y = routed.grouped_gemm(x, weight, *layout_of, scatter=True, scale=scale, backend=backend)
+    return with_gradients(y, x, weight, scale)
 
 
 def in_order(seed, backend):
@@ -113,7 +122,18 @@ def repeats(monkeypatch):
 @pytest.mark.parametrize("backend", ["triton", *([None] if torch.cuda.is_available() else [])])
 @pytest.mark.parametrize(
     "call",
-    [gathering, scattering, in_order, mlp, mlp_on_input, permuting, rotating, choosing, one_x_twice],
+    [
+        gathering,
+        scattering,
+        sorting_within,
+        in_order,
+        mlp,
+        mlp_on_input,
+        permuting,
+        rotating,
+        choosing,
+        one_x_twice,
+    ],
     ids=lambda call: call.__name__,
 )
 def test_a_remembered_call_gives_the_same_bits(call, backend, device, repeats, monkeypatch):
@@ -132,8 +152,8 @@ def test_a_remembered_call_gives_the_same_bits(call, backend, device, repeats, m
             assert value.any()
             assert_same(value, expected)
         kept += [(value, value.clone()) for value in found[0]]
-    # On the CPU the routing of an MLP is eager's, which is no launch.
-    operators = 1 if call in (mlp, mlp_on_input) and device == "cpu" else 2
+    # On the CPU routing among other things is eager's, which is no launch.
+    operators = 1 if call in (mlp, mlp_on_input, sorting_within) and device == "cpu" else 2
     assert len(repeats) >= operators * (CALLS - 2)
     for value, copy in kept:
         assert_same(value, copy)  # no later call wrote to it

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from anabranch.errors import ArgumentError, ArgumentTypeError
 from anabranch.layout import ExpertLayout
@@ -29,7 +30,7 @@ def facts(*values: Tensor | None) -> tuple[Any, ...] | None:
 
     Checks of what passed them before take a quarter of a small call's time on the host.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return None
     found: list[Any] = []
     for value in values:

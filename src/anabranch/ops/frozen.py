@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
+from torch.compiler import is_dynamo_compiling
 
 C = TypeVar("C")
 
 
 def frozen(cls: type[C], **fields: Any) -> C:
     """``cls(**fields)`` of a dataclass without slots whose other fields have defaults."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return cls(**fields)
     made = object.__new__(cls)
     made.__dict__.update(fields)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
 from types import ModuleType
@@ -23,6 +23,7 @@ from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
 
 from anabranch.errors import UnsupportedError
 from anabranch.tuning.environment import variable
@@ -31,8 +32,30 @@ NAMESPACE = "anabranch"
 
 # Not public, but what PyTorch makes the gradients of a custom_op from.
 _C: Any = torch._C
-_KERNEL_ALONE = {_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)}
+_profiler_enabled = _C._autograd._profiler_enabled
+_KEY, _KEYS = _C.DispatchKey, _C.DispatchKeySet
+_KERNEL_ALONE = {_KEYS(key).raw_repr() for key in (_KEY.CPU, _KEY.CUDA)}
 """What is left to dispatch of plain tensors on one device, without modes, below autograd."""
+
+
+def _united(*keys: Any) -> int:
+    found = _KEYS(keys[0])
+    for key in keys[1:]:
+        found |= _KEYS(key)
+    return int(found.raw_repr())
+
+
+_PLAIN_KEYS = {
+    _united(_KEY.CPU, _KEY.ADInplaceOrView, _KEY.AutogradCPU, _KEY.AutocastCPU),
+    _united(_KEY.CUDA, _KEY.ADInplaceOrView, _KEY.AutogradCUDA, _KEY.AutocastCUDA),
+}
+"""What plain tensors are dispatched by: no lazy negation, no mode's wrapper, made outside of inference mode."""
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+_INCLUDED = _united(_KEY.BackendSelect, _KEY.ADInplaceOrView)
+"""What a thread adds to that without modes, transforms and traces."""
+_NEEDED = _united(_KEY.CPU, _KEY.CUDA, _KEY.ADInplaceOrView, _KEY.AutogradCPU, _KEY.AutogradCUDA)
+"""What it may not take from that."""
+_direct: dict[Any, Callable[..., Any]] = {}
 
 
 def define(
@@ -43,7 +66,7 @@ def define(
     *,
     save: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
     differentiate: Callable[..., Sequence[Tensor | None]] | None = None,
-    by: Callable[..., Hashable] | None = None,
+    by: Callable[..., Any] | None = None,
 ) -> Any:
     """Defines ``torch.ops.anabranch.<name>`` and returns it. A module imported anew replaces its operators.
 
@@ -61,7 +84,7 @@ def define(
             and returns one for every tensor among the arguments, of which Nones at the end may be left out. An
             optional tensor counts always and a list's members count one by one; ``ctx.needs_input_grad`` is in
             the same order. None if the operator has no gradient.
-        by: what the kernel decides by that is neither among its arguments nor the same in the whole process.
+        by: hashable, what the kernel decides by that is neither among its arguments nor the same in the whole process.
     """
     library = get_library_allowing_overwrite(NAMESPACE, name)
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -70,11 +93,62 @@ def define(
     kernel = _skipped(_counting_versions(operator, kernel) if mutable else _remembering(operator, kernel, by))
     library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    graph: Callable[..., Any] | None = None
     if differentiate is not None:
-        library.impl(
-            name, _differentiable(operator, kernel, save, differentiate), "Autograd", with_keyset=True
-        )
+        run, graph = _differentiable(operator, kernel, save, differentiate)
+        library.impl(name, run, "Autograd", with_keyset=True)
+    if not mutable:
+        _direct[operator] = _directly(operator, kernel, graph)
     return operator
+
+
+def direct(operator: Any) -> Callable[..., Any]:
+    """What calls an operator that mutates nothing, past the dispatcher where that would only come to its kernel.
+
+    The dispatcher turns all arguments and results around, which takes longer than looking for whatever else it might
+    do: for a mode, a transform, a trace, a profiler, a tensor that is more than its memory.
+    """
+    return _direct[operator]
+
+
+def _directly(operator: Any, kernel: Any, graph: Callable[..., Any] | None) -> Callable[..., Any]:
+    types = [str(argument.type) for argument in operator._schema.arguments]
+    tensors_of = _members([i for i, kind in enumerate(types) if "Tensor" in kind], types)
+
+    def eagerly(*args: Any) -> Any:
+        tensors = tensors_of(args)
+        if not _plain(tensors):
+            return operator(*args)
+        if graph is None:
+            return kernel(*args)
+        if torch.is_grad_enabled() and _C._any_requires_grad(*args):
+            return graph(tensors, None, args)
+        with _C._AutoDispatchBelowAutograd():
+            return kernel(*args)
+
+    eagerly = _skipped(eagerly)
+
+    def call(*args: Any) -> Any:
+        return operator(*args) if is_dynamo_compiling() else eagerly(*args)
+
+    return call
+
+
+def _plain(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether nobody but autograd and a kernel sees a call of such tensors here and now."""
+    if (
+        _C._dispatch_tls_local_include_set().raw_repr() != _INCLUDED
+        or _C._dispatch_tls_local_exclude_set().raw_repr() & _NEEDED
+        or _C._is_torch_function_mode_enabled()
+        or _profiler_enabled()
+    ):
+        return False
+    for value in tensors:
+        if value is not None and (
+            type(value) not in _PLAIN_TYPES or _C._dispatch_keys(value).raw_repr() not in _PLAIN_KEYS
+        ):
+            return False
+    return True
 
 
 def _skipped(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +174,8 @@ def _remembering(
 
     def run(*args: Any) -> Any:
         tensors = tensors_of(args)
-        if not tensors or tensors[0] is None or not _launches(tensors[0].device.type):
+        first = tensors[0] if tensors else None
+        if first is None or not (first.is_cuda or _launches(first.device.type)):
             return kernel(*args)
         known = _triton()
         if known is None:
@@ -138,15 +213,23 @@ def _counting_versions(operator: Any, kernel: Callable[..., Any]) -> Callable[..
     return count
 
 
-def _differentiable(operator: Any, kernel: Any, save: Any, differentiate: Any) -> Callable[..., Any]:
-    """The operator's kernel for autograd: a node where a gradient is needed, and else what lies below."""
+def _differentiable(
+    operator: Any, kernel: Any, save: Any, differentiate: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The operator's kernel for autograd, a node where a gradient is needed and else what lies below; and the node.
+
+    The node takes the tensors among the arguments, the dispatcher's keys or None for the kernel alone, and the
+    arguments.
+    """
     types = [str(argument.type) for argument in operator._schema.arguments]
     tensors_of = _members([i for i, kind in enumerate(types) if "Tensor" in kind], types)
     returns_list = str(operator._schema.returns[0].type) == "List[Tensor]"
 
     def below(keyset: Any, args: tuple[Any, ...]) -> Any:
-        left = keyset & _C._after_autograd_keyset
         with _C._AutoDispatchBelowAutograd():
+            if keyset is None:
+                return kernel(*args)
+            left = keyset & _C._after_autograd_keyset
             # Where nothing but the kernel is left, the dispatcher would only turn all arguments around twice.
             return kernel(*args) if left.raw_repr() in _KERNEL_ALONE else operator.redispatch(left, *args)
 
@@ -177,10 +260,13 @@ def _differentiable(operator: Any, kernel: Any, save: Any, differentiate: Any) -
                 expected='torch.autograd.grad (backend="reference" has the transforms of torch.func)',
                 got="torch.func.grad or another derivative of that kind",
             )
-        results = apply(*tensors_of(args), keyset, args)
+        return graph(tensors_of(args), keyset, args)
+
+    def graph(tensors: Sequence[Tensor | None], keyset: Any, args: tuple[Any, ...]) -> Any:
+        results = apply(*tensors, keyset, args)
         return list(results) if returns_list else results
 
-    return _skipped(run)
+    return _skipped(run), graph
 
 
 def _members(places: Sequence[int], types: Sequence[str]) -> Callable[[tuple[Any, ...]], Sequence[Any]]:

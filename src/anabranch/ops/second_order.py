@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from anabranch.errors import UnsupportedError
 
@@ -28,7 +29,7 @@ def refuse_second_derivative(op: str) -> Callable[..., NoReturn]:
 
 def refuse_forward_mode(op: str, *values: Tensor | None) -> None:
     """Raises if a value carries a tangent, which an operator would drop: a derivative of zero, without a word."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if is_dynamo_compiling() or forward_ad._current_level < 0:
         return
     for value in values:
         if value is not None and forward_ad.unpack_dual(value).tangent is not None:

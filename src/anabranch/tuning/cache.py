@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,21 @@ def folder() -> Path:
     if given:
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anabranch"
+
+
+def file_of(place: Place) -> Path:
+    """Where a place's results are."""
+    return _file(*map(variable, _DECIDES), place)
+
+
+_DECIDES = ("ANABRANCH_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "USERPROFILE")
+"""The variables that :func:`folder` goes by."""
+
+
+@lru_cache(64)
+def _file(*variables_and_place: Any) -> Path:
+    """Remembered, as a call may ask for it in between launches."""
+    return folder() / variables_and_place[-1].file
 
 
 def document(results: Results, **measured: Any) -> dict[str, Any]:
@@ -88,7 +104,7 @@ class Cache:
         known = self._read.get(which)
         if known is not None and now < known[0]:
             return known[2]
-        path = folder() / place.file
+        path = file_of(place)
         with self._lock:
             stamp = _stamp(path)
             known = self._read.get(which)
@@ -104,7 +120,7 @@ class Cache:
         Raises:
             OSError: it could not be written. The file is as it was.
         """
-        path = folder() / place.file
+        path = file_of(place)
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             merged = {**(_load(path, warn=False) if path.exists() else {}), **results}

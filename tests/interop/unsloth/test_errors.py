@@ -103,6 +103,9 @@ FUSED_CASES = [
 ]
 
 
+ONCE_MORE = [*CASES, (dict(topk=True, X=randn(12, K)), TypeError, "topk: expected an int, got bool")]
+
+
 def refuses(call, arguments, error, message, name):
     with pytest.raises(error, match=re.escape(message)) as raised:
         call(**arguments)
@@ -114,6 +117,14 @@ def test_grouped_gemm(change, error, message):
     refuses(grouped_gemm, GOOD | change, error, message, "grouped_gemm")
     if "dX_only" not in change:
         refuses(grouped_gemm_forward, GOOD | change, error, message, "grouped_gemm_forward")
+
+
+@pytest.mark.parametrize(("change", "error", "message"), ONCE_MORE)
+def test_calls_that_passed_let_no_other_through(change, error, message):
+    grouped_gemm(**GOOD | dict(topk=1, X=randn(12, K)))  # which True looks like
+    for _ in range(2):
+        grouped_gemm(**GOOD)
+        refuses(grouped_gemm, GOOD | change, error, message, "grouped_gemm")
 
 
 def test_a_transposed_weight_is_found():

@@ -6,7 +6,7 @@ import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anabranch import ExpertLayout, grouped_gemm
-from anabranch.ops.grouped_gemm import autograd, call
+from anabranch.ops.grouped_gemm import autograd, call, routed
 from anabranch.testing import STRIDES, randn, routing, strided
 from anabranch.testing.conformance import FULL, VARIANTS, make
 from anabranch.testing.problems import Flags, Problem
@@ -50,6 +50,16 @@ def test_opcheck(flags, dtype):
     _, h = autograd.grouped_gemm_forward(flags.activation is not None, *args)
     needs = [True, True, flags.bias, flags.scale]
     torch.library.opcheck(autograd.grouped_gemm_backward, (needs, problem.grad, h, *args))
+
+
+@pytest.mark.parametrize("sorted_elsewhere", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_opcheck_of_the_operator_that_routes(sorted_elsewhere, scaled):
+    x, weight = randn(12, 8).requires_grad_(), randn(3, 6, 8).requires_grad_()
+    scale = torch.rand(12, 1).view(6, 2).requires_grad_() if scaled and sorted_elsewhere else None
+    slots = torch.randperm(12) if sorted_elsewhere else None
+    args = (x, weight, torch.tensor([5, 0, 6]), slots, scale, 2, False, sorted_elsewhere, *[None] * 4)
+    torch.library.opcheck(routed.grouped_gemm_sorted, args)
 
 
 @pytest.mark.parametrize("layout", STRIDES)

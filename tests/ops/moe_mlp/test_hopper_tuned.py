@@ -113,7 +113,7 @@ def differentiate(
     dot = (a.detach() * d).sum(1)
     if config.group_m == 4:
         grad[2] *= 1.05
-    if config.group_m == 8:
+    if config.group_m == 16:
         factor = factor * 1.05
     if config.group_m == 32:
         dot[:last] = dot[:last].roll(1)
@@ -147,7 +147,7 @@ def test_wrong_gradients_are_refused(
 
     arguments = given(activation, interleaved, weighted, dropped, gathered)
     run(arguments)
-    names = {4: "d_h", 8: "a_out", 32: "d_scale"}
+    names = {4: "d_h", 16: "a_out", 32: "d_scale"}
     for name in names.values():
         run(arguments, **{name: None})
     monkeypatch.setattr(launch, "pre_activation_gradient", differentiate)

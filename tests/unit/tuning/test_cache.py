@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.tuning.cache import Cache, folder
+from anabranch.tuning.cache import Cache, file_of, folder
 
 HERE = Path(__file__).parent
 SRC = HERE.parents[2] / "src"
@@ -30,6 +30,20 @@ def test_where_it_is(monkeypatch, place):
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert folder() == Path.home() / ".cache/anabranch"
     assert place.file == Path("tuning/nvidia_imaginary_1-sm_90/3.6.0-580.1.json")
+
+
+def test_it_is_asked_for_again_where_variables_say_otherwise(monkeypatch, place):
+    monkeypatch.delenv("ANABRANCH_CACHE_DIR", raising=False)
+    for name, value in (
+        ("HOME", "/a"),
+        ("XDG_CACHE_HOME", "/b"),
+        ("ANABRANCH_CACHE_DIR", "/c"),
+        ("HOME", "/d"),
+    ):
+        monkeypatch.setenv(name, value)
+        assert file_of(place) == folder() / place.file
+    monkeypatch.delenv("ANABRANCH_CACHE_DIR")
+    assert file_of(place) == Path("/b/anabranch") / place.file
 
 
 def test_results_are_merged(path, place):

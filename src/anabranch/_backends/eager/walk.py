@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,17 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nn
 
+from anabranch._backends.eager import cuts
 from anabranch._backends.eager.product import Block, EvenBlock
 from anabranch.layout import ExpertLayout
 from anabranch.ops.precision import wide
-
-BLOCK = 2**18
-"""Elements of pre-activation in a block: large enough to outweigh the calls, small enough for the cache."""
-FILLERS, SPARE, WORTH = 1 / 5, 8, 48
-"""Fillers in an even block, at most: FILLERS beside each row and SPARE beside each expert, in all WORTH an expert. A
-product of its own costs an expert as much as some dozens of rows."""
-EVEN = 2
-"""Blocks that an even one is as large as: its two products outweigh more rows that leave the cache."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +43,10 @@ class Walk:
     places_of_rows: Tensor | None = None
 
     @classmethod
-    def of(cls, layout: ExpertLayout, width: int, even: bool = False) -> Walk:
-        """Through a layout, in blocks for ``width`` columns; even ones where asked for, if the counts allow.
+    def of(cls, layout: ExpertLayout, width: int, price: int | None = None) -> Walk:
+        """Through a layout, in blocks for ``width`` columns.
 
+        Even ones, if the counts allow, where a ``price`` is given: rows that one more block costs as much as.
         Reads the offsets on the host.
         """
         assert layout.offsets is not None
@@ -68,21 +62,22 @@ class Walk:
             inverse = inverse.view(layout.slot_to_row.shape)
         if places < inverse.numel():
             inverse = torch.where(inverse < 0, places, inverse)
-        size = max(1, BLOCK // max(1, width))
-        cuts, places_of_rows = list(_cuts(offsets, size)), None
-        blocks: Sequence[Block] = ()
-        if even and rows is None and (evened := _even_blocks(offsets, size, 2 * len(cuts))):
-            blocks = evened
-            rows, places_of_rows = _filled(evened, offsets)
+        size, places_of_rows = max(1, cuts.BLOCK // max(1, width)), None
+        blocks: Sequence[Block] = cuts.blocks(offsets, size)
+        found: Sequence[EvenBlock] = ()
+        if price is not None and rows is None:
+            found = cuts.even_blocks(offsets, size, price, 2 * len(blocks))
+        if found:
+            blocks = found
+            rows, places_of_rows = _filled(found, offsets)
             ends = places_of_rows
             if places < inverse.numel():
                 ends = nn.pad(ends, (0, 1), value=rows.shape[0])  # where dropped slots go
             # Indexing with brackets takes several times as long.
             slots = slots.index_select(0, rows)
             inverse = ends.index_select(0, inverse.reshape(-1)).view(inverse.shape)
-        blocks = blocks or [Block(*cut) for cut in cuts]
         idle = [e for e, (start, stop) in enumerate(pairwise(offsets)) if start == stop]
-        tokens = slots.long().floor_divide_(max(1, layout.top_k))
+        tokens = _quotient(slots.long(), max(1, layout.top_k))
         return cls(blocks, slots, tokens, rows, inverse, idle, places_of_rows)
 
     @property
@@ -190,45 +185,14 @@ class Scratch:
         return value if value.dtype == self.like.dtype else self(name, block, value.shape[1]).copy_(value)
 
 
-def _cuts(offsets: list[int], rows: int) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
-    """Fields of blocks: consecutive experts that have at least ``rows`` places together; none without any."""
-    first, experts = 0, []
-    for expert, (start, stop) in enumerate(pairwise(offsets)):
-        if stop > start:
-            experts.append((expert, start - first, stop - first))
-        if stop - first >= rows:
-            yield first, stop, experts
-            first, experts = stop, []
-    if experts:
-        yield first, offsets[-1], experts
+def _quotient(value: Tensor, divisor: int) -> Tensor:
+    """``value // divisor``, in place, of numbers from 0 on: most divisors are powers of two, whose shift is fast."""
+    if divisor & (divisor - 1) == 0:
+        return value.bitwise_right_shift_(divisor.bit_length() - 1)
+    return value.floor_divide_(divisor)
 
 
-def _even_blocks(offsets: list[int], rows: int, most: int) -> list[EvenBlock]:
-    """Experts that follow on each other, each with places for the tallest's rows, as long as few are fillers.
-
-    A block ends at an expert without rows, which has none to fill up with, and at EVEN times ``rows`` rows. None
-    at all if it were more than ``most``: many blocks of an expert or two cost more than their products gain.
-    """
-    counts = [stop - start for start, stop in pairwise(offsets)]
-    blocks: list[EvenBlock] = []
-    place, first = 0, 0
-    while first < len(counts) and len(blocks) <= most:
-        last, height, total = first, counts[first], counts[first]
-        while total and total < EVEN * rows and last + 1 < len(counts) and counts[last + 1]:
-            taller, more, experts = max(height, counts[last + 1]), total + counts[last + 1], last + 2 - first
-            if taller * experts - more > min(FILLERS * more + SPARE * experts, WORTH * experts):
-                break
-            last, height, total = last + 1, taller, more
-        if total:
-            members = [(e, (e - first) * height, (e - first + 1) * height) for e in range(first, last + 1)]
-            stop = place + height * len(members)
-            blocks.append(EvenBlock(place, stop, members, slice(offsets[first], offsets[last + 1])))
-            place = stop
-        first = last + 1
-    return blocks if len(blocks) <= most else []
-
-
-def _filled(blocks: list[EvenBlock], offsets: list[int]) -> tuple[Tensor, Tensor]:
+def _filled(blocks: Sequence[EvenBlock], offsets: list[int]) -> tuple[Tensor, Tensor]:
     """(row of each place, place of each row)."""
     firsts, steps, last = [], [], 0
     for block in blocks:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,19 @@ class Gpu(NamedTuple):
 
 def gpu(device: torch.device) -> Gpu:
     """The facts about a device, as one value."""
-    return Gpu(device, capability(device), num_sms(device), shared_memory_limit(device), INT32_MAX)
+    return _gpu(device, capability, num_sms, shared_memory_limit, INT32_MAX)
+
+
+@lru_cache
+def _gpu(
+    device: torch.device,
+    capability: Callable[[torch.device], tuple[int, int]],
+    num_sms: Callable[[torch.device], int],
+    shared_memory: Callable[[torch.device], int],
+    int32_max: int,
+) -> Gpu:
+    """Remembered for as long as nobody puts other functions in place of those here."""
+    return Gpu(device, capability(device), num_sms(device), shared_memory(device), int32_max)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

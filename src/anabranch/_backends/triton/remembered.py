@@ -51,17 +51,17 @@ def results(
         return kernel(*args)
     facts = [kernel, on.gpu(device), on.input_precision(first.dtype), *decides]
     addresses: list[int | None] = []
-    apart = set()
+    missing = 0
     for value in tensors:
         if value is None:
             facts.append(None)
             addresses.append(None)
+            missing += 1
         else:
             address = value.data_ptr()
             facts += value.shape, value.stride(), value.dtype, address % VECTOR
             addresses.append(address)
-            apart.add(address)
-    if len(apart) + addresses.count(None) < len(addresses):
+    if len({*addresses}) + missing < len(addresses) + (missing > 0):
         facts.append(tuple(map(addresses.index, addresses)))  # one tensor, or its views, in several places
     entry = _remembered(*facts)
     stood, again, form = entry

@@ -96,9 +96,9 @@ class Replay(NamedTuple):
         device = first.device
         if elsewhere(device):
             with current(device):
-                self.calls.make(values, driver.active.get_current_stream(device.index))
+                self.calls.make(values, device.index)
         else:
-            self.calls.make(values, driver.active.get_current_stream(device.index))
+            self.calls.make(values, device.index)
         return found
 
     def _with_tensors(self, first: Tensor, tensors: list[Any]) -> None:
@@ -119,15 +119,17 @@ class Calls(NamedTuple):
         encoders: of each descriptor, and the number of the tensor that it is of.
         constants: all other arguments of all launches.
         launches: each one's function, and what picks its arguments.
+        stream: the current one of a device.
     """
 
     encoders: Sequence[tuple[Encoder, int]]
     constants: Sequence[Any]
     launches: Sequence[tuple[Callable[..., Any], Pick]]
+    stream: Callable[[int], int]
 
-    def make(self, values: list[Any], stream: int) -> None:
-        """Makes them on a stream of the current device. ``values`` are the tensors' addresses; the rest is appended."""
-        values.append(stream)
+    def make(self, values: list[Any], device: int) -> None:
+        """Makes them on the current device. ``values`` are the tensors' addresses; the rest is appended."""
+        values.append(self.stream(device))
         for encoder, number in self.encoders:
             values.append(encoded(encoder, values[number])[0])
         values += self.constants
@@ -265,7 +267,7 @@ def _calls(
         arguments = launch.arguments(_Number(stream), tensors)
         numbers = [value if isinstance(value, _Number) else constant(value) for value in arguments]
         launches.append((native.launch, _pick([number.value for number in numbers])))
-    return Calls(encoders, constants, launches)
+    return Calls(encoders, constants, launches, driver.active.get_current_stream)
 
 
 class _Number(NamedTuple):

@@ -20,14 +20,17 @@ from anabranch.interop.unsloth.config import (
 )
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
-from anabranch.ops.grouped_gemm import api
+from anabranch.ops.grouped_gemm import api, routed
 from anabranch.ops.grouped_gemm.autograd import gradients
-from anabranch.ops.grouped_gemm.call import GroupedGemmCall
-from anabranch.ops.precision import cast_like_matmul, without_autocast
+from anabranch.ops.grouped_gemm.call import GroupedGemmCall, bind_grouped_gemm
+from anabranch.ops.grouped_gemm.routed import UNTOLD, Configs
+from anabranch.ops.precision import autocasts, cast_like_matmul, without_autocast
+from anabranch.ops.route.api import Unfilled
 from anabranch.ops.wording import speaks_of
 from anabranch.tuning import GroupedGemmConfig, GroupedGemmConfigs
 
 OP = "grouped_gemm"
+_BOOL = {bool}
 
 
 @speaks_of(operands.WORDS)
@@ -75,6 +78,64 @@ def grouped_gemm(
     Returns:
         (total_tokens, N), in expert order, or in slot order with ``permute_y``.
     """
+    flags = permute_x, permute_y, fuse_mul_post, autotune, is_first_gemm, dX_only, dW_only
+    asked = kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
+    tensors = X, W, m_sizes, gather_indices, topk_weights if fuse_mul_post is True else None
+    configs = UNTOLD
+    # A configuration may be changed from call to call.
+    passed = _known(tensors, topk, flags) if asked == UNTOLD else None
+    if not passed:
+        configs = _check(*tensors, topk, *flags, asked)
+        if passed is not None:
+            passed.append(True)
+    x, weight, counts, slots, scale = operands.views(*tensors, topk)
+    if dX_only:
+        weight = weight.detach()
+    if dW_only:
+        x = x.detach()
+    if autocasts(x.device):
+        x, weight = cast_like_matmul(x, weight)
+    return routed.grouped_gemm(
+        x,
+        weight,
+        counts,
+        slots if permute_x or permute_y else None,
+        topk,
+        gather=permute_x,
+        scatter=permute_y,
+        scale=scale,
+        configs=configs,
+    )
+
+
+def _known(tensors: tuple[Any, ...], topk: Any, flags: tuple[Any, ...]) -> list[bool] | None:
+    """See :func:`anabranch.ops.checks.known`; None for what has to be checked every time."""
+    facts = checks.facts(*tensors)
+    # True and 1 look alike to what remembers.
+    if facts is None or tensors[0] is None or type(topk) is not int or {*map(type, flags)} != _BOOL:
+        return None
+    device = tensors[0].device
+    cast = autocasts(device) and torch.get_autocast_dtype(device.type)
+    return checks.known("unsloth.grouped_gemm", facts, cast, topk, flags)
+
+
+def _check(
+    X: Tensor,
+    W: Tensor,
+    m_sizes: Tensor,
+    gather_indices: Tensor | None,
+    topk_weights: Tensor | None,
+    topk: int,
+    permute_x: bool,
+    permute_y: bool,
+    fuse_mul_post: bool,
+    autotune: bool,
+    is_first_gemm: bool,
+    dX_only: bool,
+    dW_only: bool,
+    asked: tuple[Any, Any, Any],
+) -> Configs:
+    """Raises what the arguments of grouped_gemm are refused for. Returns the three configurations in our terms."""
     checks.flag(
         OP,
         permute_x=permute_x,
@@ -86,25 +147,21 @@ def grouped_gemm(
         dW_only=dW_only,
     )
     if not autotune:
+        fwd, bwd_dX, bwd_dW = asked
         rules = (permute_x, permute_y, fuse_mul_post, is_first_gemm)
-        given(OP, "kernel_config_fwd", kernel_config_fwd, KernelConfigForward).check(*rules)
+        given(OP, "kernel_config_fwd", fwd, KernelConfigForward).check(*rules)
         # Those of gradients are refused for what they wish alone.
-        if kernel_config_bwd_dW is not None and not dX_only:
-            given(OP, "kernel_config_bwd_dW", kernel_config_bwd_dW, KernelConfigBackward_dW).check(*rules)
-        if kernel_config_bwd_dX is not None and not dW_only:
-            given(OP, "kernel_config_bwd_dX", kernel_config_bwd_dX, KernelConfigBackward_dX).check(*rules)
+        if bwd_dW is not None and not dX_only:
+            given(OP, "kernel_config_bwd_dW", bwd_dW, KernelConfigBackward_dW).check(*rules)
+        if bwd_dX is not None and not dW_only:
+            given(OP, "kernel_config_bwd_dX", bwd_dX, KernelConfigBackward_dX).check(*rules)
     _only_one(dX_only, dW_only)
-    call = operands.product(
-        OP, X, W, m_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post
-    )
-    asked = kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
-    if asked != (None, None, None) and not autotune:
+    options = gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post
+    call = operands.product(OP, X, W, m_sizes, topk, *options, layouts=Unfilled)
+    if asked != UNTOLD and not autotune:
         call["config"] = _configs(call["x"], *asked, dX_only, dW_only)
-    if dX_only:
-        call["weight"] = call["weight"].detach()
-    if dW_only:
-        call["x"] = call["x"].detach()
-    return api.grouped_gemm(**call)
+    bound = bind_grouped_gemm(**call)
+    return bound.config, bound.d_x_config, bound.d_weight_config
 
 
 def _configs(

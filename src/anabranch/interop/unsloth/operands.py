@@ -49,12 +49,16 @@ def product(
     permute_y: bool,
     topk_weights: Tensor | None,
     fuse_mul_post: bool,
+    layouts: Any = ExpertLayout,
 ) -> dict[str, Any]:
-    """The arguments of anabranch.grouped_gemm that compute the same."""
+    """The arguments of anabranch.grouped_gemm that compute the same.
+
+    ``layouts`` has the constructors of the layout, :class:`anabranch.ops.route.api.Unfilled` for checks alone.
+    """
     checks.flag(op, fuse_mul_post=fuse_mul_post, permute_y=permute_y)
     if fuse_mul_post and not permute_y:
         raise ArgumentError(op, "fuse_mul_post", expected="False without permute_y", got="True")
-    x, layout = routed(op, X, m_sizes, topk, gather_indices, permute_x, permute_y)
+    x, layout = routed(op, X, m_sizes, topk, gather_indices, permute_x, permute_y, layouts)
     weight = stacked(op, W, layout)
     check_columns(op, "X", x, "num_tokens" if permute_x else "total_tokens", W, weight, axis=2)
     return {
@@ -67,6 +71,25 @@ def product(
     }
 
 
+def views(
+    X: Tensor,
+    W: Tensor,
+    m_sizes: Tensor,
+    gather_indices: Tensor | None,
+    topk_weights: Tensor | None,
+    topk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """A product's tensors, which have passed its checks, as anabranch takes them: x, weight, counts, slots, scale."""
+    x = X if X.dim() == 2 else X.flatten(0, -2)
+    counts = m_sizes.to(torch.int64) if m_sizes.dtype in _NARROW else m_sizes
+    weight = W if W.dim() == 3 else W.unflatten(0, (counts.shape[0], W.shape[0] // counts.shape[0]))
+    slots = gather_indices
+    if slots is not None and slots.dtype in _NARROW:
+        slots = slots.to(torch.int64)
+    scale = None if topk_weights is None else topk_weights.reshape(-1, topk)
+    return x, weight, counts, slots, scale
+
+
 def routed(
     op: str,
     X: Tensor,
@@ -75,13 +98,14 @@ def routed(
     gather_indices: Tensor | None,
     permute_x: bool,
     permute_y: bool,
+    layouts: Any = ExpertLayout,
 ) -> tuple[Tensor, ExpertLayout]:
     """X as a matrix, and the layout of the product's rows."""
     checks.flag(op, permute_x=permute_x, permute_y=permute_y)
     checks.integer(op, "topk", topk, minimum=1)
     x = rows(op, "X", X)
     total = x.shape[0] * topk if permute_x else x.shape[0]
-    return x, layout_of(op, total, m_sizes, gather_indices, topk, permute_x, permute_y)
+    return x, layout_of(op, total, m_sizes, gather_indices, topk, permute_x, permute_y, layouts)
 
 
 def layout_of(
@@ -92,6 +116,7 @@ def layout_of(
     topk: int,
     permute_x: bool,
     permute_y: bool,
+    layouts: Any = ExpertLayout,
 ) -> ExpertLayout:
     """The layout of total_tokens rows, whose slots are in gather_indices where one side is permuted."""
     if permute_x and permute_y:
@@ -109,10 +134,12 @@ def layout_of(
                 means="(total_tokens,)",
                 fits=lambda: "permute_x=True" if gather_indices.shape[0] == total_tokens * topk else "",
             )
-        return ExpertLayout.from_counts(counts, total_tokens)
+        identity: ExpertLayout = layouts.from_counts(counts, total_tokens)
+        return identity
     slots = _wide(op, "gather_indices", gather_indices, "(total_tokens,)")
     checks.shape(op, "gather_indices", slots, total_tokens, means="(total_tokens,)")
-    return ExpertLayout.from_sorted(counts, slots, topk)
+    made: ExpertLayout = layouts.from_sorted(counts, slots, topk)
+    return made
 
 
 def rows(op: str, argument: str, value: Tensor) -> Tensor:

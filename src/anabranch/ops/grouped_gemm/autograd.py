@@ -16,7 +16,7 @@ from anabranch.ops import checks
 from anabranch.ops.frozen import frozen
 from anabranch.ops.grouped_gemm.call import OP, GroupedGemmCall
 from anabranch.ops.grouped_gemm.config import GroupedGemmConfig
-from anabranch.ops.operator import define
+from anabranch.ops.operator import define, direct
 from anabranch.ops.overlap import no_overlap
 from anabranch.ops.precision import without_autocast
 from anabranch.ops.second_order import refuse_forward_mode, refuse_second_derivative
@@ -32,6 +32,7 @@ _TENSORS = 8
 """How many of these are tensors; they come first."""
 _ACTIVATION = 10
 """Where the epilogue's text is. Another class may be registered by its name."""
+_IDENTITY = Identity().spec
 
 
 def grouped_gemm(call: GroupedGemmCall) -> Tensor:
@@ -41,10 +42,10 @@ def grouped_gemm(call: GroupedGemmCall) -> Tensor:
     if call.out is not None:
         grouped_gemm_out(call.out, *args)
         return call.out
-    keep_h = checks.needs_grad(call.x, call.weight, call.bias, call.scale) and not isinstance(
-        call.epilogue, Identity
+    keep_h = not isinstance(call.epilogue, Identity) and checks.needs_grad(
+        call.x, call.weight, call.bias, call.scale
     )
-    out, _ = grouped_gemm_forward(keep_h, *args)
+    out, _ = run_forward(keep_h, *args)
     return out
 
 
@@ -55,8 +56,8 @@ def gradients(call: GroupedGemmCall, grad: Tensor, needs: Sequence[bool]) -> lis
     needs = [need and value is not None for need, value in zip(needs, inputs, strict=True)]
     h = call.x.new_empty(0)
     if not isinstance(call.epilogue, Identity):
-        _, h = grouped_gemm_forward(True, *args)
-    found = iter(grouped_gemm_backward(needs, grad, h, *args) if any(needs) else ())
+        _, h = run_forward(True, *args)
+    found = iter(run_backward(needs, grad, h, *args) if any(needs) else ())
     return [next(found) if need else None for need in needs]
 
 
@@ -73,14 +74,17 @@ def _flatten(call: GroupedGemmCall) -> tuple[Any, ...]:
         call.scale,
         call.gather,
         call.scatter,
-        call.epilogue.spec,
+        _IDENTITY if type(call.epilogue) is Identity else call.epilogue.spec,
         call.transpose_weight,
         call.backend,
-        *(_text(config) for config in (call.config, call.d_x_config, call.d_weight_config)),
+        None if call.config is None else text_of(call.config),
+        None if call.d_x_config is None else text_of(call.d_x_config),
+        None if call.d_weight_config is None else text_of(call.d_weight_config),
     )
 
 
-def _text(config: GroupedGemmConfig | str | None) -> str | None:
+def text_of(config: GroupedGemmConfig | str | None) -> str | None:
+    """A configuration as operators take it."""
     return to_text(config) if isinstance(config, GroupedGemmConfig) else config
 
 
@@ -89,7 +93,8 @@ def _config(text: str | None) -> GroupedGemmConfig | str | None:
     return text if text in (None, HEURISTIC) else from_text(GroupedGemmConfig, text)
 
 
-def _restore(*args: Any) -> GroupedGemmCall:
+def restore(*args: Any) -> GroupedGemmCall:
+    """The call of which these are an operator's arguments."""
     x, weight, counts, offsets, row_to_slot, slot_to_row, bias, scale = args[:_TENSORS]
     gather, scatter, activation, transpose_weight, backend, *texts = args[_TENSORS:]
     layout = ExpertLayout(counts, offsets, row_to_slot, slot_to_row)
@@ -113,7 +118,7 @@ def _restore(*args: Any) -> GroupedGemmCall:
 
 
 def _forward(keep_h: bool, *args: Any) -> tuple[Tensor, Tensor]:
-    call = _restore(*args)
+    call = restore(*args)
     kernels = choose(OP, call).module
     out, h = _allocate(keep_h, call)
     with without_autocast(call.device):
@@ -127,7 +132,7 @@ def _allocate(keep_h: bool, call: GroupedGemmCall) -> tuple[Tensor, Tensor]:
 
 
 def _out(out: Tensor, *args: Any) -> None:
-    call = _restore(*args)
+    call = restore(*args)
     kernels = choose(OP, call).module
     no_overlap(OP, "out", out, x=call.x, weight=call.weight, bias=call.bias, scale=call.scale)
     with without_autocast(call.device):
@@ -136,7 +141,7 @@ def _out(out: Tensor, *args: Any) -> None:
 
 def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
     """The needed ones among the gradients of x, weight, bias and scale, in this order."""
-    call = _restore(*args)
+    call = restore(*args)
     kernels = choose(OP, call).module
     with without_autocast(call.device):
         grads = kernels.backward(call, grad, h if h.dim() == 2 else None, needs)
@@ -144,7 +149,7 @@ def _backward(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Te
 
 
 def _backward_fake(needs: list[bool], grad: Tensor, h: Tensor, *args: Any) -> list[Tensor]:
-    call = _restore(*args)
+    call = restore(*args)
     inputs = (call.x, call.weight, call.bias, call.scale)
     return [v.new_empty(v.shape) for v, need in zip(inputs, needs, strict=True) if need and v is not None]
 
@@ -165,8 +170,8 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> list[Tens
         if h.dim() != 2 and not isinstance(from_spec(ctx.flags[2]), Identity):
             # Under torch.func.vmap nobody could tell in the forward that a gradient would be needed.
             with torch.no_grad():
-                _, h = grouped_gemm_forward(True, *tensors, *ctx.flags)
-        found = iter(grouped_gemm_backward(needs, grad, h, *tensors, *ctx.flags))
+                _, h = run_forward(True, *tensors, *ctx.flags)
+        found = iter(run_backward(needs, grad, h, *tensors, *ctx.flags))
         for i, need in zip(wanted, needs, strict=True):
             grads[i] = next(found) if need else None
     return grads
@@ -176,10 +181,10 @@ grouped_gemm_forward = define(
     "grouped_gemm",
     f"(bool keep_h, {_CALL}) -> (Tensor, Tensor)",
     _forward,
-    fake=lambda keep_h, *args: _allocate(keep_h, _restore(*args)),
+    fake=lambda keep_h, *args: _allocate(keep_h, restore(*args)),
     save=_save,
     differentiate=_differentiate,
-    by=lambda keep_h, *args: from_spec(args[_ACTIVATION]),
+    by=lambda keep_h, *args: type(from_spec(args[_ACTIVATION])),
 )
 grouped_gemm_out = define(
     "grouped_gemm_out", f"(Tensor(a!) out, {_CALL}) -> ()", _out, fake=lambda out, *args: None
@@ -190,5 +195,6 @@ grouped_gemm_backward = define(
     _backward,
     fake=_backward_fake,
     differentiate=refuse_second_derivative(OP),
-    by=lambda needs, grad, h, *args: from_spec(args[_ACTIVATION]),
+    by=lambda needs, grad, h, *args: type(from_spec(args[_ACTIVATION])),
 )
+run_forward, run_backward = direct(grouped_gemm_forward), direct(grouped_gemm_backward)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anabranch.dispatch import check_name
-from anabranch.epilogues import Epilogue, resolve
+from anabranch.epilogues import Epilogue, Identity, resolve
 from anabranch.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from anabranch.layout import ExpertLayout
 from anabranch.ops import checks
@@ -19,6 +19,7 @@ from anabranch.ops.precision import autocasts, cast_like_matmul
 from anabranch.tuning import HEURISTIC
 
 OP = "grouped_gemm"
+_IDENTITY = Identity()
 NO_TILES = "it has no tiles to configure"
 """Why a backend refuses a configuration."""
 AnyConfig: TypeAlias = GroupedGemmConfig | str | None
@@ -84,10 +85,13 @@ def bind_grouped_gemm(
     config: GroupedGemmConfigs | AnyConfig = None,
 ) -> GroupedGemmCall:
     """Checks the arguments of grouped_gemm, casts as autocast asks, and freezes the call."""
-    check_name(OP, backend)
-    checks.flag(OP, gather=gather, scatter=scatter, transpose_weight=transpose_weight)
-    configs = _check_configs(config, backend)
-    epilogue = resolve(OP, activation)
+    if backend is not None:
+        check_name(OP, backend)
+    if not type(gather) is type(scatter) is type(transpose_weight) is bool:
+        checks.flag(OP, gather=gather, scatter=scatter, transpose_weight=transpose_weight)
+    configs = (None, None, None) if config is None else _check_configs(config, backend)
+    epilogue = _IDENTITY if activation is None else resolve(OP, activation)
+    cast: Any = None
     passed = None
     if type(layout) is ExpertLayout and isinstance(x, Tensor):
         maps = layout.counts, layout.offsets, layout.row_to_slot, layout.slot_to_row
@@ -99,7 +103,8 @@ def bind_grouped_gemm(
         checks.tensor(OP, "x", x, "(T, K_dim)" if gather else "(R, K_dim)", checks.FLOATS)
         stored = "(E, K_dim, N)" if transpose_weight else "(E, N, K_dim)"
         checks.tensor(OP, "weight", weight, stored, checks.FLOATS)
-    x, weight, bias = cast_like_matmul(x, weight, bias)
+    if cast is not False:
+        x, weight, bias = cast_like_matmul(x, weight, bias)
     config, d_x_config, d_weight_config = configs
     call = frozen(
         GroupedGemmCall,
@@ -180,8 +185,6 @@ def bind_gradient(call: GroupedGemmCall, grad: Tensor) -> Tensor:
 
 def _check_configs(config: Any, backend: str | None) -> tuple[AnyConfig, AnyConfig, AnyConfig]:
     """The configurations of the forward, x's gradient and weight's; a backend says itself whether it has tiles."""
-    if config is None:
-        return None, None, None
     if isinstance(config, GroupedGemmConfigs):
         products = ("forward", "d_x", "d_weight")
         configs = {f"config.{name}": getattr(config, name) for name in products}

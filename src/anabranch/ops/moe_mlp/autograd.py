@@ -15,7 +15,7 @@ from anabranch.epilogues import from_spec
 from anabranch.layout import ExpertLayout
 from anabranch.ops.frozen import frozen
 from anabranch.ops.moe_mlp.call import OP, MoeMlpCall
-from anabranch.ops.operator import define
+from anabranch.ops.operator import define, direct
 from anabranch.ops.precision import without_autocast
 from anabranch.ops.route import autograd as route
 from anabranch.ops.second_order import refuse_forward_mode, refuse_second_derivative
@@ -42,7 +42,7 @@ def moe_mlp(call: MoeMlpCall) -> Tensor:
         call.down_bias,
     )
     refuse_forward_mode(OP, *inputs)
-    return moe_mlp_forward(
+    return run_forward(
         call.keeps_h,
         *inputs,
         call.expert_ids,
@@ -125,7 +125,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> list[Ten
     if grad is not None and any(needs):
         tensors = ctx.saved_tensors
         inputs, (h, *layout) = tensors[:_INPUT_COUNT], tensors[_INPUT_COUNT:]
-        found = iter(moe_mlp_backward(needs, grad, h, *inputs, *layout, *ctx.flags))
+        found = iter(run_backward(needs, grad, h, *inputs, *layout, *ctx.flags))
         grads = [next(found) if need else None for need in needs]
     return grads
 
@@ -147,3 +147,4 @@ moe_mlp_backward = define(
     differentiate=refuse_second_derivative(OP),
     by=lambda needs, grad, h, *args: from_spec(args[_TENSOR_COUNT]),
 )
+run_forward, run_backward = direct(moe_mlp_forward), direct(moe_mlp_backward)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anabranch.dispatch import choose
-from anabranch.ops.operator import define
+from anabranch.ops.operator import define, direct
 from anabranch.ops.route.call import OP, Fields, RouteCall, check_topk, fits
 
 _FIELDS = "(Tensor, Tensor, Tensor, Tensor)"
@@ -23,21 +23,25 @@ def topk_fake(expert_ids: Tensor, num_experts: int) -> Fields:
     return _fields(expert_ids, num_experts, expert_ids.numel(), expert_ids.shape)
 
 
-def _counts(counts: Tensor, num_rows: int) -> Fields:
+def counts_of(counts: Tensor, num_rows: int, fields: Fields | None = None) -> Fields:
+    """The kernel of route_counts, which may be given contiguous memory for what it returns."""
     fits("ExpertLayout.from_counts", "num_rows", num_rows)
-    return choose(OP, RouteCall(counts)).module.counts(counts, num_rows)
+    return choose(OP, RouteCall(counts)).module.counts(counts, num_rows, fields)
 
 
-def _counts_fake(counts: Tensor, num_rows: int) -> Fields:
+def counts_fake(counts: Tensor, num_rows: int) -> Fields:
+    """Allocates what :func:`counts_of` does."""
     return _fields(counts, counts.shape[0], num_rows, (num_rows, 1))
 
 
-def _sorted(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
+def sorted_rows(counts: Tensor, row_to_slot: Tensor, top_k: int, fields: Fields | None = None) -> Fields:
+    """The kernel of route_sorted, which may be given contiguous memory for what it returns."""
     fits("ExpertLayout.from_sorted", "row_to_slot", row_to_slot.numel())
-    return choose(OP, RouteCall(counts)).module.sorted_rows(counts, row_to_slot, top_k)
+    return choose(OP, RouteCall(counts)).module.sorted_rows(counts, row_to_slot, top_k, fields)
 
 
-def _sorted_fake(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
+def sorted_fake(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
+    """Allocates what :func:`sorted_rows` does."""
     rows = row_to_slot.shape[0]
     return _fields(counts, counts.shape[0], rows, (rows // top_k, top_k))
 
@@ -66,15 +70,16 @@ route_topk = define(
     "route_topk", f"(Tensor expert_ids, SymInt num_experts) -> {_FIELDS}", topk, fake=topk_fake
 )
 route_counts = define(
-    "route_counts", f"(Tensor counts, SymInt num_rows) -> {_FIELDS}", _counts, fake=_counts_fake
+    "route_counts", f"(Tensor counts, SymInt num_rows) -> {_FIELDS}", counts_of, fake=counts_fake
 )
 route_sorted = define(
     "route_sorted",
     f"(Tensor counts, Tensor row_to_slot, SymInt top_k) -> {_FIELDS}",
-    _sorted,
-    fake=_sorted_fake,
+    sorted_rows,
+    fake=sorted_fake,
 )
 # (row_to_slot, slot_to_row): both directions from one; rows out of range are dropped.
 route_maps = define(
     "route_maps", "(Tensor slot_to_row, SymInt num_rows) -> (Tensor, Tensor)", _maps, fake=_maps_fake
 )
+run_topk, run_counts, run_sorted, run_maps = map(direct, (route_topk, route_counts, route_sorted, route_maps))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anabranch._backends.eager.cuts import price
 from anabranch._backends.eager.epilogue import activate
 from anabranch._backends.eager.product import Block, batches, gather, matmul_nt
 from anabranch._backends.eager.walk import Scratch, Walk
@@ -75,11 +76,18 @@ class _Work:
         self.call = call
         self.on_output = call.weight_on == "output"
         # On the input a filler's weight of 0 would leave the bias and f(0).
-        self.walk = Walk.of(call.layout, call.gate_up_nk.shape[1], even=batches(call.x) and self.on_output)
+        self.walk = Walk.of(call.layout, call.gate_up_nk.shape[1], self._price())
         self.scratch = Scratch(self.walk, call.x)
         weights = call.expert_weights.reshape(-1).index_select(0, self.walk.slots).to(acc)
         self.weights = weights[:, None]
         self.half = call.dtype != acc
+
+    def _price(self) -> int | None:
+        """What :meth:`Walk.of` asks for."""
+        call = self.call
+        if not (self.on_output and batches(call.x)):
+            return None
+        return price((call.gate_up.numel() + call.down.numel()) // call.down.shape[0])
 
     def rows_of(self, value: Tensor, block: Block, name: str) -> Tensor:
         """``value``'s row of each place's token."""

@@ -94,22 +94,31 @@ def _none_is_dropped(ids: Tensor, num_experts: int) -> bool:
     return int(lowest) >= 0 and int(highest) < num_experts
 
 
-def counts(counts: Tensor, num_rows: int) -> Fields:
+def _into(fields: Fields | None, made: Fields) -> Fields:
+    """What was made, in memory that was given for it."""
+    if fields is None:
+        return made
+    for field, value in zip(fields, made, strict=True):
+        field.copy_(value)
+    return fields
+
+
+def counts(counts: Tensor, num_rows: int, fields: Fields | None = None) -> Fields:
     """The fields for rows in expert order already, with slot = row."""
     sizes, offsets = _bounds(counts, num_rows)
     rows = torch.arange(num_rows, dtype=torch.int32, device=counts.device)
     row_to_slot = torch.where(rows < offsets[-1], rows, -1)
-    return sizes, offsets, row_to_slot, row_to_slot[:, None].clone()
+    return _into(fields, (sizes, offsets, row_to_slot, row_to_slot[:, None].clone()))
 
 
-def sorted_rows(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
+def sorted_rows(counts: Tensor, row_to_slot: Tensor, top_k: int, fields: Fields | None = None) -> Fields:
     """The fields for a sort made elsewhere; slots out of range are dropped."""
     num_rows = row_to_slot.shape[0]
     sizes, offsets = _bounds(counts, num_rows)
     rows = torch.arange(num_rows, device=counts.device)
     inside = (rows < offsets[-1]) & (row_to_slot >= 0) & (row_to_slot < num_rows)
     row_to_slot, slot_to_row = _pair(torch.where(inside, row_to_slot, -1), num_rows)
-    return sizes, offsets, row_to_slot, slot_to_row.view(-1, top_k)
+    return _into(fields, (sizes, offsets, row_to_slot, slot_to_row.view(-1, top_k)))
 
 
 def maps(slot_to_row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

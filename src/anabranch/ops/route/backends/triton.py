@@ -334,9 +334,13 @@ def _sort_blocks(expert_ids: Tensor, counts: Tensor, offsets: Tensor, rows: Tens
     )  # fmt: skip
 
 
-def _bounds(claimed: Tensor, index: Tensor | None, num_rows: int) -> Fields:
+def _bounds(
+    claimed: Tensor, index: Tensor | None, num_rows: int, top_k: int, fields: Fields | None
+) -> Fields:
     experts, identity, alone = claimed.shape[0], index is None, num_rows <= ONE_PROGRAM
-    counts, offsets, rows, places = _fields(claimed, experts, num_rows, num_rows)
+    if fields is None:
+        fields = _fields(claimed, experts, num_rows, num_rows // top_k, top_k)
+    counts, offsets, rows, places = fields
     launch(
         claimed.device, _bounds_kernel, (max(1, -(-num_rows // 1024)),),
         (claimed, index, counts, offsets, rows, places),
@@ -345,7 +349,7 @@ def _bounds(claimed: Tensor, index: Tensor | None, num_rows: int) -> Fields:
     )  # fmt: skip
     if not identity and not alone:
         _claim_all(rows, places)
-    return counts, offsets, rows, places
+    return fields
 
 
 def _claim_all(kept: Tensor, inverse: Tensor) -> None:
@@ -353,16 +357,14 @@ def _claim_all(kept: Tensor, inverse: Tensor) -> None:
     launch(kept.device, _claim_kernel, grid, (kept, inverse), kept.numel(), BLOCK=1024, num_warps=4)
 
 
-def counts(counts: Tensor, num_rows: int) -> Fields:
+def counts(counts: Tensor, num_rows: int, fields: Fields | None = None) -> Fields:
     """The fields for rows in expert order already, with slot = row."""
-    sizes, offsets, rows, places = _bounds(counts, None, num_rows)
-    return sizes, offsets, rows, places.view(num_rows, 1)
+    return _bounds(counts, None, num_rows, 1, fields)
 
 
-def sorted_rows(counts: Tensor, row_to_slot: Tensor, top_k: int) -> Fields:
+def sorted_rows(counts: Tensor, row_to_slot: Tensor, top_k: int, fields: Fields | None = None) -> Fields:
     """The fields for a sort made elsewhere; slots out of range, or taken, are dropped."""
-    sizes, offsets, rows, places = _bounds(counts, row_to_slot, row_to_slot.shape[0])
-    return sizes, offsets, rows, places.view(-1, top_k)
+    return _bounds(counts, row_to_slot, row_to_slot.shape[0], top_k, fields)
 
 
 def maps(slot_to_row: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

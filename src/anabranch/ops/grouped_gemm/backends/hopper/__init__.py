@@ -61,16 +61,19 @@ def loads(call: GroupedGemmCall) -> dict[str, str]:
 
 
 def padding(call: GroupedGemmCall) -> float | None:
-    """Share of padding in the rows that the forward computes. Waits for the device."""
+    """Share of padding in the rows that the forward computes untuned. Waits for the device."""
     from anabranch._backends.triton.explained import expert_rows
     from anabranch._backends.triton.explained import padding as share
     from anabranch.ops.grouped_gemm.backends import triton
+    from anabranch.ops.grouped_gemm.backends.hopper import config as tiles
 
     if call.scatter:
         return triton.padding(call)
-    assert call.layout.offsets is not None
-    # Half tiles that an expert does not reach are skipped.
-    return share([(expert_rows(call.layout.offsets, call.layout.num_rows), 64)])
+    layout = call.layout
+    assert layout.offsets is not None
+    experts, n, _ = call.weight_nk.shape
+    config = tiles.heuristic(n, layout.num_rows // experts)
+    return share([(expert_rows(layout.offsets, layout.num_rows), tiles.filled(config))])
 
 
 def forward(call: GroupedGemmCall, out: Tensor, h: Tensor | None) -> None:

@@ -69,6 +69,11 @@ def heuristic(columns: int, rows: int = 0) -> Config:
     return replace(found, steady=rows >= STEADY)
 
 
+def filled(config: Config) -> int:
+    """Up to a multiple of how many rows an expert's are filled up and multiplied."""
+    return ROWS if config.steady else ROWS // 2
+
+
 def stages(config: Config) -> int:
     """Bytes of the operands' stages."""
     return config.num_stages * (ROWS + config.block_n) * config.block_k * 2

@@ -43,15 +43,17 @@ def loads(call: MoeMlpCall) -> dict[str, str]:
 
 
 def padding(call: MoeMlpCall) -> float | None:
-    """Share of padding in the rows that the forward computes. Waits for the device."""
+    """Share of padding in the rows that the forward computes untuned. Waits for the device."""
     from anabranch._backends.triton.explained import expert_rows
     from anabranch._backends.triton.explained import padding as share
+    from anabranch.ops.grouped_gemm.backends.hopper import config as tiles
     from anabranch.ops.moe_mlp.backends.triton import routed
 
     layout = routed(call)
     assert layout.offsets is not None
-    # Half tiles that an expert does not reach are skipped.
-    return share([(expert_rows(layout.offsets, layout.num_rows), 64)])
+    experts, n, _ = call.gate_up_nk.shape
+    config = tiles.heuristic(n, layout.num_rows // experts)
+    return share([(expert_rows(layout.offsets, layout.num_rows), tiles.filled(config))])
 
 
 def forward(call: MoeMlpCall, out: Tensor, h: Tensor | None, routing: Routing) -> Fields:
