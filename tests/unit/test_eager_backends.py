@@ -126,6 +126,18 @@ def test_a_walk_leaves_out_rows_without_a_slot():
     assert path.slot_to_place.tolist() == [[1, 3], [2, 3], [0, 3]]
 
 
+@pytest.mark.parametrize("price", [None, 95])
+def test_a_walk_does_not_write_to_its_layout(price):
+    """One of int64, as may be put together by hand, is not converted, and so not copied."""
+    made = ExpertLayout.from_topk(routing(60, 4, 2), 4)
+    fields = [value.long() for value in (made.counts, made.offsets, made.row_to_slot, made.slot_to_row)]
+    copies = [value.clone() for value in fields]
+    path = walk.Walk.of(ExpertLayout(*fields), 8, price)
+    assert path.tokens.tolist() == (path.slots // 2).tolist()
+    for value, copy in zip(fields, copies, strict=True):
+        assert_same(value, copy)
+
+
 ROWS, PRICE = 300, 95
 
 

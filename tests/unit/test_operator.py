@@ -271,6 +271,12 @@ class Operators(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def profile_of_all_threads():
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    return torch.profiler.profile(activities=activities, acc_events=True, experimental_config=every)
+
+
 @pytest.mark.parametrize(
     "inside",
     [
@@ -279,9 +285,10 @@ class Operators(torch.utils._python_dispatch.TorchDispatchMode):
         FakeTensorMode,
         torch.inference_mode,
         torch.autograd.profiler.profile,
+        profile_of_all_threads,
         lambda: torch._C._AutoDispatchBelowAutograd(),
     ],
-    ids=["functions", "operators", "fake", "inference", "profiler", "below autograd"],
+    ids=["functions", "operators", "fake", "inference", "profiler", "all threads", "below autograd"],
 )
 def test_whoever_sees_calls_sees_direct_ones(inside, through):
     call, scaled, _ = define_counted()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import grad, jvp, vmap
+from torch.func import functionalize, grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from anabranch import (
     ExpertLayout,
@@ -134,3 +135,11 @@ def test_export_of_any_number_of_tokens():
     exported = torch.export.export(Layer(), (X, IDS, WEIGHTS), dynamic_shapes=shapes).module()
     more = X.repeat(3, 1), IDS.repeat(3, 1), WEIGHTS.repeat(3, 1)
     torch.testing.assert_close(exported(*more), Layer()(*more))
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_a_trace_without_mutation_may_have_symbols_for_sizes(op):
+    """Which no call remembers: they cannot be compared without being decided."""
+    run, x = CALLS[op]
+    traced = make_fx(functionalize(run), tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+    assert any(str(node.target).startswith("anabranch.") for node in traced.graph.nodes)

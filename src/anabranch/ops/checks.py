@@ -30,8 +30,8 @@ def facts(*values: Tensor | None) -> tuple[Any, ...] | None:
 
     Checks of what passed them before take a quarter of a small call's time on the host.
     """
-    if is_dynamo_compiling():
-        return None
+    if is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
+        return None  # a transform's tensors may have symbols for sizes, which cannot be remembered
     found: list[Any] = []
     for value in values:
         if value is None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 from torch._library.custom_ops import get_library_allowing_overwrite
+from torch.autograd import profiler
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
@@ -106,14 +107,14 @@ def direct(operator: Any) -> Callable[..., Any]:
     """What calls an operator that mutates nothing, past the dispatcher where that would only come to its kernel.
 
     The dispatcher turns all arguments and results around, which takes longer than looking for whatever else it might
-    do: for a mode, a transform, a trace, a profiler, a tensor that is more than its memory.
+    do: for a mode, a transform, a trace, a profiler, a tensor that is more than its memory. It does not find who
+    observes all operators without a profiler, as torch.profiler.ExecutionTraceObserver does on its own.
     """
     return _direct[operator]
 
 
 def _directly(operator: Any, kernel: Any, graph: Callable[..., Any] | None) -> Callable[..., Any]:
-    types = [str(argument.type) for argument in operator._schema.arguments]
-    tensors_of = _members([i for i, kind in enumerate(types) if "Tensor" in kind], types)
+    tensors_of = _tensors(operator)
 
     def eagerly(*args: Any) -> Any:
         tensors = tensors_of(args)
@@ -140,6 +141,7 @@ def _plain(tensors: Sequence[Tensor | None]) -> bool:
         _C._dispatch_tls_local_include_set().raw_repr() != _INCLUDED
         or _C._dispatch_tls_local_exclude_set().raw_repr() & _NEEDED
         or _C._is_torch_function_mode_enabled()
+        or profiler._is_profiler_enabled  # of whichever threads; below, this one's, however it was started
         or _profiler_enabled()
     ):
         return False
@@ -166,10 +168,10 @@ def _remembering(
     operator: Any, kernel: Callable[..., Any], by: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """The kernel, or the launches that it made for a call like this one."""
-    types = [str(argument.type) for argument in operator._schema.arguments]
+    types = _types(operator)
     places = [i for i, kind in enumerate(types) if "Tensor" in kind]
     lists = [i for i, kind in enumerate(types) if "List" in kind]
-    tensors_of = _members(places, types)
+    tensors_of = _tensors(operator)
     scalars_of = _members([i for i in range(len(types)) if i not in places and i not in lists], types)
 
     def run(*args: Any) -> Any:
@@ -204,7 +206,7 @@ def _counting_versions(operator: Any, kernel: Callable[..., Any]) -> Callable[..
     """The kernel, which then tells autograd of the tensors that it wrote to."""
     arguments = operator._schema.arguments
     written = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
-    tensors_of = _members(written, [str(argument.type) for argument in arguments])
+    tensors_of = _members(written, _types(operator))
 
     def count(*args: Any) -> None:
         kernel(*args)
@@ -221,8 +223,7 @@ def _differentiable(
     The node takes the tensors among the arguments, the dispatcher's keys or None for the kernel alone, and the
     arguments.
     """
-    types = [str(argument.type) for argument in operator._schema.arguments]
-    tensors_of = _members([i for i, kind in enumerate(types) if "Tensor" in kind], types)
+    tensors_of = _tensors(operator)
     returns_list = str(operator._schema.returns[0].type) == "List[Tensor]"
 
     def below(keyset: Any, args: tuple[Any, ...]) -> Any:
@@ -267,6 +268,17 @@ def _differentiable(
         return list(results) if returns_list else results
 
     return _skipped(run), graph
+
+
+def _types(operator: Any) -> list[str]:
+    """Those of its arguments."""
+    return [str(argument.type) for argument in operator._schema.arguments]
+
+
+def _tensors(operator: Any) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
+    """What picks the tensors among its arguments."""
+    types = _types(operator)
+    return _members([i for i, kind in enumerate(types) if "Tensor" in kind], types)
 
 
 def _members(places: Sequence[int], types: Sequence[str]) -> Callable[[tuple[Any, ...]], Sequence[Any]]:

@@ -1,6 +1,7 @@
 """Bad input raises a ValueError or a TypeError: of the interface's own argument, with what was expected and got."""
 
 import re
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -103,7 +104,11 @@ FUSED_CASES = [
 ]
 
 
-ONCE_MORE = [*CASES, (dict(topk=True, X=randn(12, K)), TypeError, "topk: expected an int, got bool")]
+ONCE_MORE = [
+    *CASES,
+    (dict(topk=True, X=randn(12, K)), TypeError, "topk: expected an int, got bool"),
+    (dict(kernel_config_fwd=ANY), TypeError, "kernel_config_fwd: expected a KernelConfigForward or None"),
+]
 
 
 def refuses(call, arguments, error, message, name):

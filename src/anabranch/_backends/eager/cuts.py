@@ -28,7 +28,7 @@ def price(multiplications: int) -> int:
 def blocks(offsets: list[int], rows: int) -> list[Block]:
     """Consecutive experts that have at least ``rows`` rows together; none without any."""
     found: list[Block] = []
-    first: int = 0
+    first = 0
     experts: list[tuple[int, int, int]] = []
     for expert, (start, stop) in enumerate(pairwise(offsets)):
         if stop > start:

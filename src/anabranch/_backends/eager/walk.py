@@ -77,7 +77,7 @@ class Walk:
             slots = slots.index_select(0, rows)
             inverse = ends.index_select(0, inverse.reshape(-1)).view(inverse.shape)
         idle = [e for e, (start, stop) in enumerate(pairwise(offsets)) if start == stop]
-        tokens = _quotient(slots.long(), max(1, layout.top_k))
+        tokens = _quotient(slots.to(torch.int64, copy=True), max(1, layout.top_k))
         return cls(blocks, slots, tokens, rows, inverse, idle, places_of_rows)
 
     @property

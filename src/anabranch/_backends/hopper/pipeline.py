@@ -25,7 +25,7 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @jit
 def look_up(tile, total, num_n, tiles, size):
-    """What :func:`place` needs to know of a tile; of the first one past the last. Does not wait for memory."""
+    """What :func:`place` needs to know of a tile, zeros past the last one. Does not wait for memory."""
     inside = tile < total
     tile = gl.where(inside, tile, 0)
     m = tile // num_n

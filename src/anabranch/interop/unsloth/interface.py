@@ -1,4 +1,4 @@
-"""The grouped GEMM with gradients: three products, each a call of a public function."""
+"""The grouped GEMM with gradients: as a function, which is one operator, and as a torch.autograd.Function."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ def grouped_gemm(
     asked = kernel_config_fwd, kernel_config_bwd_dX, kernel_config_bwd_dW
     tensors = X, W, m_sizes, gather_indices, topk_weights if fuse_mul_post is True else None
     configs = UNTOLD
-    # A configuration may be changed from call to call.
-    passed = _known(tensors, topk, flags) if asked == UNTOLD else None
+    # A configuration may be changed from call to call; and what is none may be equal to anything.
+    plain = kernel_config_fwd is None and kernel_config_bwd_dX is None and kernel_config_bwd_dW is None
+    passed = _known(tensors, topk, flags) if plain else None
     if not passed:
         configs = _check(*tensors, topk, *flags, asked)
         if passed is not None:
@@ -158,7 +159,7 @@ def _check(
     _only_one(dX_only, dW_only)
     options = gather_indices, permute_x, permute_y, topk_weights, fuse_mul_post
     call = operands.product(OP, X, W, m_sizes, topk, *options, layouts=Unfilled)
-    if asked != UNTOLD and not autotune:
+    if not autotune:
         call["config"] = _configs(call["x"], *asked, dX_only, dW_only)
     bound = bind_grouped_gemm(**call)
     return bound.config, bound.d_x_config, bound.d_weight_config

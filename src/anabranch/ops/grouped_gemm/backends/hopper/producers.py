@@ -103,8 +103,8 @@ def sixteens(o_x, o_k):
 def gathering_producer(
     a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K: gl.constexpr,
     GATED: gl.constexpr, INTERLEAVED: gl.constexpr, K_MAJOR: gl.constexpr, PARTS: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, WARPS: gl.constexpr,
-    STEADY: gl.constexpr, LAG: gl.constexpr, LIVE: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STEADY: gl.constexpr,
+    WARPS: gl.constexpr, LAG: gl.constexpr, LIVE: gl.constexpr,
 ):  # fmt: skip
     """Copies rows of x from token order, and loads the weight as the other producer does.
 

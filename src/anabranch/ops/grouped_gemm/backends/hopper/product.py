@@ -155,7 +155,7 @@ def consumer(
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, EPI_N: gl.constexpr, NBUF: gl.constexpr,
     GROUP_M: gl.constexpr, STEADY: gl.constexpr, SKEW: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies and finishes rows 64 * c to 64 * c + 63 of every tile; skips them where the expert has ended."""
+    """Multiplies and finishes rows 64 * c to 64 * c + 63 of every tile that reaches them, STEADY multiplies in all."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     WIDTH: gl.constexpr = BN // 2 if GATED else BN
     num_n = gl.cdiv(N, WIDTH)
@@ -248,7 +248,7 @@ def product_kernel(
                 )),
                 (gathering_producer, (
                     a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K,
-                    GATED, INTERLEAVED, K_MAJOR, PARTS, BN, BK, STAGES, GROUP_M, WARPS, STEADY, LAG, False,
+                    GATED, INTERLEAVED, K_MAJOR, PARTS, BN, BK, STAGES, GROUP_M, STEADY, WARPS, LAG, False,
                 )),
             ],
             [4, WARPS],

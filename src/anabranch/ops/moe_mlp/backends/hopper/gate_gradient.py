@@ -98,7 +98,7 @@ def loader(
     if GATHERED:
         gathering_producer(
             a_bufs, b_bufs, full, empty, x, stride_xm, row_to_slot, w_desc, tiles, size, num_slots, N, K, TOP_K,
-            False, False, K_MAJOR, 1, BN, BK, STAGES, GROUP_M, WARPS, STEADY, 0, True,
+            False, False, K_MAJOR, 1, BN, BK, STAGES, GROUP_M, STEADY, WARPS, 0, True,
         )  # fmt: skip
     else:
         producer(
