@@ -35,8 +35,9 @@ SHARED_MEMORY = {
     "gfx942": 65_536,
 }
 """Bytes of shared memory a program may have, by compute capability (CUDA C++ Programming Guide), or by AMD's name."""
-SHARED_WORDS = 32
-"""Bytes of what all warpgroups start from that the compiler may keep in memory: read once a tile, it costs nothing."""
+SHARED_WORDS = 64
+"""Bytes of what warpgroups start from, and know of a tile, that the compiler may keep in memory: used once a
+tile, outside the loop over the reduction, they cost nothing."""
 
 
 @dataclass(frozen=True)
