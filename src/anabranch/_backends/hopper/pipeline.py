@@ -119,14 +119,15 @@ def load_rows(descriptor, row, end, both, k, bar, a_bufs, stage, other: gl.const
 
 
 @jit
-def halves(
-    dtype: gl.constexpr, LAYOUT: gl.constexpr, GATHERED: gl.constexpr, STAGES: gl.constexpr, BK: gl.constexpr
-):
-    """Buffers of each stage's two halves of a tile's rows."""
+def tile_buffers(
+    dtype: gl.constexpr, LAYOUT: gl.constexpr, GATHERED: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """So many tiles of an operand, which copies fill if GATHERED, or :func:`load_ragged`."""
     if GATHERED:
-        return gl.allocate_shared_memory(dtype, [STAGES * 2, 64, BK], LAYOUT)
+        return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], LAYOUT)
     else:
-        return gl.allocate_shared_memory(dtype, [STAGES * 2, 1, 1, 64, BK], LAYOUT)
+        return gl.allocate_shared_memory(dtype, [COUNT, 1, 1, ROWS, COLUMNS], LAYOUT)
 
 
 @jit

@@ -50,10 +50,6 @@ def grouped_gemm(
     return out
 
 
-def _call(x: Tensor, weight: Tensor, fields: Any, scale: Tensor | None, flags: Any) -> GroupedGemmCall:
-    return autograd.restore(*_arguments(x, weight, fields, scale, *flags))
-
-
 def _arguments(
     x: Tensor,
     weight: Tensor,
@@ -67,30 +63,25 @@ def _arguments(
     return (x, weight, *fields, None, scale, gather, scatter, _IDENTITY, False, *backend_and_texts)
 
 
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    counts: Tensor,
-    row_to_slot: Tensor | None,
-    scale: Tensor | None,
-    top_k: int,
-    *flags: Any,
-) -> tuple[Tensor, Tensor]:
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     """The product, and the layout's fields in one piece of memory: allocating each takes as long as a launch."""
-    memory, fields = _allocate(counts, row_to_slot, x.shape[0], top_k)
+    x, _, counts, row_to_slot, _, top_k, *_ = args
+    call, fields, out, memory = _allocated(*args)
     if row_to_slot is None:
         route.counts_of(counts, x.shape[0], fields)
     else:
         route.sorted_rows(counts, row_to_slot, top_k, fields)
-    call = _call(x, weight, fields, scale, flags)
     kernels = choose(OP, call).module
-    out = x.new_empty(call.out_rows, call.out_columns)
     with without_autocast(x.device):
         kernels.forward(call, out, None)
     return out, memory
 
 
-def _fake(
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    return _allocated(*args)[2:]
+
+
+def _allocated(
     x: Tensor,
     weight: Tensor,
     counts: Tensor,
@@ -98,13 +89,14 @@ def _fake(
     scale: Tensor | None,
     top_k: int,
     *flags: Any,
-) -> tuple[Tensor, Tensor]:
-    memory, fields = _allocate(counts, row_to_slot, x.shape[0], top_k)
-    call = _call(x, weight, fields, scale, flags)
-    return x.new_empty(call.out_rows, call.out_columns), memory
+) -> tuple[GroupedGemmCall, Fields, Tensor, Tensor]:
+    """The call, its layout's fields, not filled yet, and both results."""
+    memory, fields = _memory(counts, row_to_slot, x.shape[0], top_k)
+    call = autograd.restore(*_arguments(x, weight, fields, scale, *flags))
+    return call, fields, x.new_empty(call.out_rows, call.out_columns), memory
 
 
-def _allocate(counts: Tensor, row_to_slot: Tensor | None, rows: int, top_k: int) -> tuple[Tensor, Fields]:
+def _memory(counts: Tensor, row_to_slot: Tensor | None, rows: int, top_k: int) -> tuple[Tensor, Fields]:
     """Memory for a layout, and its fields in there."""
     if row_to_slot is None:
         top_k = 1

@@ -17,7 +17,6 @@ from anabranch._backends.hopper.gluon import (
 from anabranch._backends.hopper.pipeline import (
     advance,
     columns,
-    halves,
     hand_back,
     locate,
     look_up,
@@ -26,6 +25,7 @@ from anabranch._backends.hopper.pipeline import (
     put,
     reach,
     ring,
+    tile_buffers,
 )
 from anabranch.ops.grouped_gemm.backends.hopper.producers import gathering_producer, producer
 
@@ -221,7 +221,7 @@ def product_kernel(
     """``out[row] = epilogue(x[row] @ w[expert].T + bias[expert])``; x is a descriptor, or a pointer if GATHERED."""
     PARTS: gl.constexpr = 2 if GATED and not INTERLEAVED and not K_MAJOR else 1
     dtype: gl.constexpr = w_desc.dtype
-    a_bufs = halves(dtype, A_LAYOUT, GATHERED, STAGES, BK)
+    a_bufs = tile_buffers(dtype, A_LAYOUT, GATHERED, STAGES * 2, 64, BK)
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES * PARTS] + w_desc.block_type.shape, w_desc.layout)
     c_bufs = gl.allocate_shared_memory(dtype, [2 * NBUF, 1, 1, 64, EPI_N], out_desc.layout)
     full, empty = ring(STAGES, (2 if LAG > 0 else 32 * WARPS + 1) if GATHERED else 1, 2)

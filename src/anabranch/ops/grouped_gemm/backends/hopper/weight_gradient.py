@@ -14,7 +14,16 @@ from anabranch._backends.hopper.gluon import (
     store_wait,
     warpgroup_mma_wait,
 )
-from anabranch._backends.hopper.pipeline import advance, columns, hand_back, load_ragged, multiply, put, ring
+from anabranch._backends.hopper.pipeline import (
+    advance,
+    columns,
+    hand_back,
+    load_ragged,
+    multiply,
+    put,
+    ring,
+    tile_buffers,
+)
 from anabranch._backends.triton.schedule import tile_coordinates
 from anabranch.ops.grouped_gemm.backends.hopper.producers import gather_live, inside
 
@@ -138,14 +147,8 @@ def weight_gradient_kernel(
 ):  # fmt: skip
     """``dw[expert] = a[rows].T @ b[rows]``; a and b are descriptors, or pointers if gathered."""
     dtype: gl.constexpr = dw_desc.dtype
-    if A_GATHERED:
-        a_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, BK, 64], A_LAYOUT)
-    else:
-        a_bufs = gl.allocate_shared_memory(dtype, [STAGES * 2, 1, 1, BK, 64], A_LAYOUT)
-    if B_GATHERED:
-        b_bufs = gl.allocate_shared_memory(dtype, [STAGES, BK, BN], B_LAYOUT)
-    else:
-        b_bufs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BK, BN], B_LAYOUT)
+    a_bufs = tile_buffers(dtype, A_LAYOUT, A_GATHERED, STAGES * 2, BK, 64)
+    b_bufs = tile_buffers(dtype, B_LAYOUT, B_GATHERED, STAGES, BK, BN)
     c_bufs = gl.allocate_shared_memory(dtype, [2 * NBUF, 1, 64, EPI_N], dw_desc.layout)
     full, empty = ring(STAGES, 32 * WARPS + 1 if A_GATHERED or B_GATHERED else 1, 2)
     fence_async_shared()

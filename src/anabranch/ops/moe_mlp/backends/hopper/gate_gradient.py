@@ -17,13 +17,13 @@ from anabranch._backends.hopper.gluon import (
 from anabranch._backends.hopper.pipeline import (
     advance,
     columns,
-    halves,
     hand_back,
     locate,
     look_up,
     place,
     reach,
     ring,
+    tile_buffers,
 )
 from anabranch.ops.grouped_gemm.backends.hopper.producers import gathering_producer, producer
 from anabranch.ops.grouped_gemm.backends.hopper.product import steps
@@ -124,7 +124,7 @@ def gate_gradient_kernel(
     x is a descriptor, or a pointer if GATHERED; h is a descriptor, or a pointer if H_STAGES is 0.
     """
     dtype: gl.constexpr = w_desc.dtype
-    a_bufs = halves(dtype, A_LAYOUT, GATHERED, STAGES, BK)
+    a_bufs = tile_buffers(dtype, A_LAYOUT, GATHERED, STAGES * 2, 64, BK)
     b_bufs = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     whole: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     d_bufs = gl.allocate_shared_memory(dtype, [2 * (BN // 64), 64, 64], whole)
